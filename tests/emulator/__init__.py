@@ -1,0 +1,242 @@
+"""Run the one-launch CUDA kernel on a CPU: its own source, compiled by g++, with one fiber for each CUDA thread.
+
+``ptx.cuh`` replaces the file of the kernel that has all instructions. ``machine.cpp`` schedules the threads, and ``Order`` says how
+it draws whose turn it is. ``kernel_on_cpu`` returns the package's own ``CudaKernel`` whose launches run here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.cards import Card
+from trtllm_b12x.kernels.cuda.decode import CudaKernel, LaunchPlan
+from trtllm_b12x.kernels.cuda.variant import TOKENS
+
+FOLDER = Path(__file__).parent
+FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-stack-protector", "-ffp-contract=off", f"-I{FOLDER}")
+MAIN = """#include "layer.cu"
+template <class L, class C> void start(void (*kernel)(L, C), const void* a, const void* b) { kernel(*(const L*)a, *(const C*)b); }
+extern "C" void emulator_start(const void* a, const void* b) { start(layer, a, b); }
+"""
+
+
+class FaultError(RuntimeError):
+    """The kernel did what a GPU would not bear, or what the emulator holds to be wrong."""
+
+
+class HangError(FaultError):
+    """No thread of the launches can go on. The message says which warps wait where."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """How turns are drawn; ``Order`` of ``machine.h``."""
+
+    seed: int = 0
+    resident: int = 8
+    """Blocks that run at once, of all launches together."""
+    burst: int = 1
+    """Most turns of a warp in a row."""
+    apart: int = 0
+    """0: threads of a warp read together what others write. Else each thread stops there once in so many times."""
+    freeze: int = 0
+    """Most turns for which a warp, a block or all other blocks stand still; 0: none does."""
+    late: int = 0
+    """Most turns after which a free multiprocessor takes a block; 0: at once."""
+    clock_runs: bool = False
+    """Time passes for launches that wait forever, so that they stop themselves."""
+
+    @classmethod
+    def drawn(cls, seed: int, resident: int = 8) -> Order:
+        """Return the order of a seed: 0 is uniform; others have bursts, frozen warps or blocks, late blocks, threads apart."""
+        drawn = Random(seed)
+        if not seed:
+            return cls(0, resident)
+        return cls(
+            seed, resident, drawn.choice((1, 1, 8, 64)), drawn.choice((0, 2, 4)), drawn.choice((0, 300, 3000, 30000)),
+            drawn.choice((0, 300, 30000)),
+        )  # fmt: skip
+
+
+class _Order(ctypes.Structure):
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("resident", "burst", "apart", "freeze", "late", "clock_runs")),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("kernel", "layer", "call")),
+        *((name, ctypes.c_int) for name in ("blocks", "threads", "shared_bytes", "stream")),
+    ]
+
+
+@functools.cache
+def _build() -> tuple[Path, ThreadPoolExecutor]:
+    """Return a folder for this process, and what compiles."""
+    return Path(tempfile.mkdtemp(prefix="emulator-")), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+
+
+def compiler() -> str:
+    """Return the C++ compiler. Raise RuntimeError if there is none."""
+    name = os.environ.get("CXX", "g++")
+    if shutil.which(name.split()[0]) is None:
+        raise RuntimeError(f"the emulator needs a C++ compiler: {name} is not installed (CXX names another one)")
+    return name
+
+
+def _compile(source: Path, target: Path, *flags: str) -> Path:
+    command = [*compiler().split(), *FLAGS, *flags, str(source), "-o", str(target)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {run.stderr[:4000]}")
+    return target
+
+
+@functools.cache
+def _machine() -> ctypes.CDLL:
+    target = _build()[0] / "machine.so"
+    return ctypes.CDLL(str(_compile(FOLDER / "machine.cpp", target, "-O2", "-ftree-vectorize")), ctypes.RTLD_GLOBAL)
+
+
+_libraries: dict[Any, Future[Path]] = {}
+
+
+def library(files: Mapping[str, str], main: str = MAIN) -> Future[Path]:
+    """Begin to compile a variant's files with ``main``, which includes one of them, to a shared object. Each is compiled once."""
+    written = {**files, "main.cpp": main}
+    del written["ptx.cuh"]  # the emulator's is found instead
+    key = tuple(sorted(written.items()))
+    if key not in _libraries:
+        folder = _build()[0] / f"variant{len(_libraries)}"
+
+        def build() -> Path:
+            folder.mkdir()
+            for name, text in written.items():
+                (folder / name).write_text(text, encoding="utf-8")
+            return _compile(folder / "main.cpp", folder / "kernel.so", "-O1", "-w")
+
+        _libraries[key] = _build()[1].submit(build)
+    return _libraries[key]
+
+
+def loaded(path: Future[Path]) -> ctypes.CDLL:
+    _machine()  # has the symbols that a kernel needs
+    return ctypes.CDLL(str(path.result()))
+
+
+class Machine:
+    """Runs launches, each at once or several together."""
+
+    def __init__(self) -> None:
+        self.order, self.stream, self.lock = Order(), 1, threading.Lock()
+        self._waiting: list[tuple[_Launch, Any]] | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the launches of the block at its end: those of a stream one after the other, as soon as the kernel lets them."""
+        self._waiting = waiting = []
+        try:
+            yield
+        finally:
+            self._waiting = None
+        self._run(waiting)
+
+    def launch(self, launch: _Launch, kept: Any) -> None:
+        if self._waiting is None:
+            self._run([(launch, kept)])
+        else:
+            self._waiting.append((launch, kept))
+
+    def _run(self, launches: list[tuple[_Launch, Any]]) -> None:
+        array, message = (_Launch * len(launches))(*(launch for launch, _ in launches)), ctypes.create_string_buffer(8192)
+        with self.lock:
+            code = _machine().emulator_run(array, len(array), ctypes.byref(_Order(*astuple(self.order))), message, len(message))
+        if code:
+            raise (HangError if code == 1 else FaultError)(f"{self.order}: {message.value.decode()}")
+
+
+machine = Machine()
+
+
+class Function:
+    """``driver.Function`` on the emulator. It compiles when it is first needed."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self._files = files
+
+    def begin(self) -> None:
+        library(self._files)
+
+    @functools.cached_property
+    def _library(self) -> ctypes.CDLL:
+        return loaded(library(self._files))
+
+    def constant(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self._library, name).value
+
+    def launcher(self, blocks: int, layer: ctypes.Structure, record: struct.Struct) -> Callable[..., None]:
+        def launch(stream: int, *values: int) -> None:
+            call = ctypes.create_string_buffer(record.pack(*values), record.size)
+            kernel = ctypes.cast(self._library.emulator_start, ctypes.c_void_p).value
+            sizes = blocks, self.constant("threads"), self.constant("shared_bytes"), stream
+            machine.launch(_Launch(kernel, ctypes.addressof(layer), ctypes.addressof(call), *sizes), (layer, call))
+
+        return launch
+
+
+class _Sizes(dict[int, tuple[int, int]]):
+    """Bytes of the workspaces of variants, which compile when they are needed."""
+
+    def __init__(self, functions: Mapping[int, Function]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def __missing__(self, tokens: int) -> tuple[int, int]:
+        function = self._functions[tokens]
+        return function.constant("workspace_bytes"), function.constant("filled_bytes")
+
+
+def kernel_on_cpu(
+    kind: type[CudaKernel],
+    geometry: Geometry,
+    weights: Any,
+    blocks: int,
+    first_expert: int = 0,
+    changed: Mapping[str, str] | None = None,
+) -> CudaKernel:
+    """Return a bound kernel whose launches run on the emulator in so many blocks. Call ``stand_in`` before it runs.
+
+    ``changed``: files of the kernel's source by name, in place of the package's.
+    """
+    kernel = kind(Card(blocks, 228 << 10, 90))
+    kernel.describe(geometry, TOKENS[-1], torch.device("cuda"))
+    kernel.device = torch.device("cpu")
+    functions: dict[int, Any] = {each.tokens: Function({**each.files(), **(changed or {})}) for each in kernel.variants()}
+    kernel._plan = LaunchPlan(functions, _Sizes(functions))
+    kernel.bind(weights, first_expert)
+    return kernel
+
+
+def stand_in(patch: Any) -> None:
+    """Replace what a call asks PyTorch about the current stream. ``patch`` is pytest's."""
+    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: machine.stream, raising=False)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

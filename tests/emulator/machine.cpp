@@ -1,0 +1,538 @@
+#include "machine.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <set>
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+namespace emulator {
+
+Thread* self;
+
+namespace {
+
+constexpr size_t STACK = 64 << 10;
+constexpr int IDLE_TURNS =
+    12;  // a warp that only looked for so long, while nothing changed, sleeps until something does
+constexpr int SILENT_ROUNDS = 100;  // rounds of all warps in which nothing changed: a hang
+
+struct Machine {
+  Order order;
+  u64 state, turns = 0, version = 0, changes = 0, next_start = 0;
+  std::vector<std::unique_ptr<Started>> launches;
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<Warp*> live;
+  void* scheduler = nullptr;
+  std::string error;
+  bool hung = false;
+  u32 time = 0;
+};
+Machine* machine;
+std::vector<u8*> stacks;  // not in use
+
+// ---- fibers
+#if defined(__x86_64__)
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+void* begin_at(u8* stack, void (*entry)()) {
+  void** top = (void**)(stack + STACK) - 8;
+  memset(top, 0, 8 * sizeof *top);
+  top[6] = (void*)entry;
+  return top;
+}
+#else
+void emulator_switch(void** from, void* to) {
+  ucontext_t here;
+  *from = &here;
+  swapcontext(&here, (ucontext_t*)to);
+}
+void* begin_at(u8* stack, void (*entry)()) {
+  ucontext_t* context = (ucontext_t*)stack;
+  getcontext(context);
+  context->uc_stack.ss_sp = stack + sizeof *context;
+  context->uc_stack.ss_size = STACK - sizeof *context;
+  makecontext(context, entry, 0);
+  return context;
+}
+#endif
+
+u8* take_stack() {
+  if (stacks.empty()) {
+    constexpr int COUNT = 64;
+    u8* more =
+        (u8*)mmap(nullptr, COUNT * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    for (int i = 0; i < COUNT; i++) stacks.push_back(more + i * STACK);
+  }
+  u8* stack = stacks.back();
+  stacks.pop_back();
+  return stack;
+}
+
+void run_thread() {
+  const Launch& launch = self->warp->block->launch->launch;
+  launch.kernel(launch.layer, launch.call);
+  Warp& warp = *self->warp;
+  if (!self->copies.empty()) fail("a thread ends before its copies have arrived");
+  warp.ready &= ~(1u << self->lane);
+  warp.ended |= 1u << self->lane;
+  warp.block->running--;
+  self->what = "ended";
+  machine->changes++, warp.block->version++;
+  stop();
+}
+
+// ---- blocks
+void start(Started& launch) {
+  const Launch& l = launch.launch;
+  auto block = std::make_unique<Block>();
+  block->launch = &launch;
+  block->number = launch.begun++;
+  block->running = l.threads;
+  block->shared.resize(l.shared_bytes);
+  for (u8& byte : block->shared) byte = (u8)random();
+  block->warps.resize(l.threads / 32);
+  for (size_t w = 0; w < block->warps.size(); w++) {
+    Warp& warp = block->warps[w];
+    warp.block = block.get();
+    warp.number = (int)w;
+    for (int i = 0; i < 32; i++) {
+      Thread& thread = warp.threads[i];
+      thread.warp = &warp;
+      thread.number = (int)w * 32 + i;
+      thread.lane = i;
+      thread.stack = take_stack();
+      thread.stack_pointer = begin_at(thread.stack, run_thread);
+    }
+    machine->live.push_back(&warp);
+  }
+  machine->blocks.push_back(std::move(block));
+  machine->changes++, machine->version++;
+}
+
+void deliver_to(Block& block, size_t i) {
+  *block.late_stores[i].first = block.late_stores[i].second;
+  block.late_stores.erase(block.late_stores.begin() + i);
+  machine->changes++, machine->version++;
+}
+
+void free_stacks(Block& block) {
+  for (Warp& warp : block.warps)
+    for (Thread& thread : warp.threads) stacks.push_back(thread.stack);
+}
+
+void end(Block& block) {
+  while (!block.late_stores.empty()) deliver_to(block, 0);
+  Started& launch = *block.launch;
+  launch.ended++;
+  if (!block.lets_next) launch.let_next++;
+  free_stacks(block);
+  auto& live = machine->live;
+  live.erase(std::remove_if(live.begin(), live.end(), [&](Warp* warp) { return warp->block == &block; }), live.end());
+  auto& blocks = machine->blocks;
+  blocks.erase(std::find_if(blocks.begin(), blocks.end(), [&](auto& each) { return each.get() == &block; }));
+  machine->changes++, machine->version++;
+}
+
+// Starts blocks where a multiprocessor is free. A launch's begin when all blocks of the launch ahead have begun and let
+// it.
+void start_blocks(bool now) {
+  for (;;) {
+    if ((int)machine->blocks.size() >= machine->order.resident || (!now && machine->turns < machine->next_start))
+      return;
+    std::vector<Started*> able;
+    for (auto& each : machine->launches)
+      if (each->begun < each->launch.blocks && (!each->ahead || each->ahead->let_next == each->ahead->launch.blocks))
+        able.push_back(each.get());
+    if (able.empty()) return;
+    start(*able[random() % able.size()]);
+    const int late = machine->order.late;
+    machine->next_start = machine->turns + (late && random() % 2 ? random() % late : 0);
+    now = false;
+  }
+}
+
+// ---- turns
+bool sleeps(const Warp& warp) {
+  return !warp.ready || warp.frozen_until > machine->turns ||
+         (warp.idle >= IDLE_TURNS && warp.seen == machine->version + warp.block->version);
+}
+
+Warp* pick() {
+  auto& live = machine->live;
+  for (int i = 0; i < 8; i++)
+    if (Warp* warp = live[random() % live.size()]; !sleeps(*warp)) return warp;
+  const size_t from = random() % live.size();
+  for (size_t i = 0; i < live.size(); i++)
+    if (Warp* warp = live[(from + i) % live.size()]; !sleeps(*warp)) return warp;
+  return nullptr;
+}
+
+void freeze() {
+  const Warp& victim = *machine->live[random() % machine->live.size()];
+  const u64 until = machine->turns + random() % machine->order.freeze;
+  const int kind = random() % 4;  // a warp (twice as often), a block, all blocks but this one
+  for (Warp* warp : machine->live)
+    if (kind < 2 ? warp == &victim : (warp->block == victim.block) == (kind == 2)) warp->frozen_until = until;
+}
+
+// Each thread of the warp runs until it stops.
+void turn(Warp& warp) {
+  machine->turns++;
+  if (const u64 now = machine->version + warp.block->version; warp.seen != now) warp.seen = now, warp.idle = 0;
+  warp.changed = false;
+  const u32 first = random() % 32, step = random() % 2 ? 1 : 31;
+  for (u32 i = 0; i < 32; i++) {
+    Thread& thread = warp.threads[(first + i * step) % 32];
+    if (!(warp.ready >> thread.lane & 1)) continue;
+    self = &thread;
+    emulator_switch(&machine->scheduler, thread.stack_pointer);
+    if (!machine->error.empty()) return;
+  }
+  if (warp.changed)
+    warp.idle = 0, machine->changes++;
+  else
+    warp.idle++;
+}
+
+// Says which warps wait where: the threads of a block that wait in the same line.
+std::string waiting() {
+  std::string text;
+  for (auto& block : machine->blocks) {
+    std::map<std::pair<std::string, int>, std::set<int>> places;
+    for (Warp& warp : block->warps)
+      for (Thread& thread : warp.threads)
+        if (!(warp.ended >> thread.lane & 1)) {
+          const std::string file = thread.line.file;
+          places[{std::string(thread.what) + " (" + file.substr(file.rfind('/') + 1), thread.line.number}].insert(
+              warp.number);
+        }
+    for (auto& [place, warps] : places) {
+      text += "\n  block " + std::to_string(block->number) + " of launch ";
+      for (size_t i = 0; i < machine->launches.size(); i++)
+        if (machine->launches[i].get() == block->launch) text += std::to_string(i);
+      text += ": " + place.first + ":" + std::to_string(place.second) + "): warps";
+      for (int warp : warps) text += " " + std::to_string(warp);
+    }
+  }
+  return text;
+}
+
+void run() {
+  int silent = 0;
+  u64 changes = 0;
+  while (machine->error.empty()) {
+    start_blocks(false);
+    if (machine->blocks.empty()) {
+      start_blocks(true);
+      if (machine->blocks.empty()) return;
+    }
+    if (machine->order.freeze && random() % 64 == 0) freeze();
+    Block& block = *machine->blocks[random() % machine->blocks.size()];
+    if (!block.late_stores.empty() && random() % 4 == 0) deliver_to(block, random() % block.late_stores.size());
+    Warp* warp = pick();
+    if (!warp) {
+      silent = machine->changes == changes ? silent + 1 : 0;
+      changes = machine->changes;
+      if (silent > SILENT_ROUNDS) {
+        if (machine->hung || !machine->order.clock_runs) {
+          machine->error = "nothing changes any more" + waiting();
+          machine->hung = true;
+          return;
+        }
+        machine->hung = true;
+        silent = -10 * SILENT_ROUNDS;
+      }
+      if (machine->hung) machine->time += 1 << 20;
+      for (auto& each : machine->blocks)
+        while (!each->late_stores.empty()) deliver_to(*each, 0);
+      for (Warp* each : machine->live) each->idle = each->frozen_until = 0;
+      start_blocks(true);
+      continue;
+    }
+    Block& its = *warp->block;
+    for (int i = machine->order.burst > 1 ? random() % machine->order.burst : 0; i >= 0; i--) {
+      turn(*warp);
+      if (!machine->error.empty() || sleeps(*warp)) break;
+    }
+    if (!its.running) end(its);
+  }
+}
+
+// ---- meetings
+// Adds 16 x 16 times 16 x 8: exact products, rounded to float32 once they are added up.
+void multiply(Warp& warp, bool float16) {
+  auto value = [&](u32 pair, int i) {
+    const u16 half = (u16)(pair >> 16 * i);
+    if (float16) return of_f16(half);
+    const u32 bits = (u32)half << 16;
+    float v;
+    memcpy(&v, &bits, 4);
+    return v;
+  };
+  double a[16][16], b[16][8], c[16][8] = {};
+  for (int lane = 0; lane < 32; lane++) {
+    const u32* o = warp.threads[lane].operands;
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++)
+      for (int j = 0; j < 2; j++) a[g + i % 2 * 8][2 * t + i / 2 * 8 + j] = value(o[i], j);
+    for (int i = 0; i < 2; i++)
+      for (int j = 0; j < 2; j++) b[2 * t + i * 8 + j][g] = value(o[4 + i], j);
+  }
+  for (int row = 0; row < 16; row++)
+    for (int k = 0; k < 16; k++)
+      for (int column = 0; column < 8; column++) c[row][column] += a[row][k] * b[k][column];
+  for (int lane = 0; lane < 32; lane++)
+    for (int i = 0; i < 4; i++) {
+      float& sum = warp.threads[lane].sums[i];
+      sum = (float)(sum + c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
+    }
+  warp.changed = true;
+}
+
+void finish_meeting(Warp& warp) {
+  if (warp.meeting >= MMA_BF16) return multiply(warp, warp.meeting == MMA_F16);
+  u32 votes = 0;
+  for (int i = 0; i < 32; i++) votes |= (u32)(warp.threads[i].value != 0) << i;
+  for (Thread& thread : warp.threads) {
+    if (warp.meeting == SHUFFLE) thread.result = warp.threads[thread.source].value;
+    if (warp.meeting == BALLOT) thread.result = votes;
+    if (warp.meeting != MATCH) continue;
+    thread.result = 0;
+    for (int i = 0; i < 32; i++) thread.result |= (u32)(warp.threads[i].value == thread.value) << i;
+  }
+}
+
+void finish_copies(size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    const Copy& copy = self->copies[i];
+    u8* to = self->warp->block->shared.data() + copy.to;
+    copy.from ? (void)memcpy(to, copy.from, copy.bytes) : (void)memset(to, 0, copy.bytes);
+  }
+  self->copies.erase(self->copies.begin(), self->copies.begin() + count);
+  if (count) self->warp->changed = true;
+}
+
+}  // namespace
+
+u64 random() {  // xorshift64*
+  u64& s = machine->state;
+  s ^= s >> 12, s ^= s << 25, s ^= s >> 27;
+  return s * 0x2545f4914f6cdd1dull >> 16;
+}
+
+void fail(const std::string& message) {
+  const Thread& t = *self;
+  machine->error = message + " (block " + std::to_string(t.warp->block->number) + ", warp " +
+                   std::to_string(t.warp->number) + ", lane " + std::to_string(t.lane) + ")";
+  for (;;) stop();
+}
+
+void stop() { emulator_switch(&self->stack_pointer, machine->scheduler); }
+
+void wait_turn(const char* what, Line line) {
+  self->what = what, self->line = line;
+  stop();
+}
+
+void look(const char* what, Line line) {
+  const int apart = machine->order.apart;
+  if (!apart || random() % apart == 0) wait_turn(what, line);
+}
+
+void meet(Meeting meeting, const char* what, Line line) {
+  Warp& warp = *self->warp;
+  self->what = what, self->line = line;
+  if (warp.arrived && warp.meeting != meeting)
+    fail("threads of a warp meet in different functions, one in " + std::string(what));
+  warp.meeting = meeting;
+  warp.arrived |= 1u << self->lane;
+  if (warp.arrived == ~0u) {
+    warp.arrived = 0;
+    warp.ready = ~0u;
+    return finish_meeting(warp);
+  }
+  warp.ready &= ~(1u << self->lane);
+  stop();
+}
+
+void wait_barrier(int id, int threads, Line line) {
+  Block& block = *self->warp->block;
+  self->what = id ? "named_barrier" : "__syncthreads", self->line = line;
+  if (++block.arrived[id] < threads) {
+    self->barrier = id;
+    self->warp->ready &= ~(1u << self->lane);
+    return stop();
+  }
+  block.arrived[id] = 0;
+  for (Warp& warp : block.warps)
+    for (Thread& thread : warp.threads)
+      if (thread.barrier == id) thread.barrier = -1, warp.ready |= 1u << thread.lane;
+  changed(false);
+}
+
+void changed(bool everywhere) {
+  self->warp->changed = true;
+  everywhere ? machine->version++ : self->warp->block->version++;
+}
+
+void store_late(u32* at, u32 value) {
+  self->warp->changed = true;
+  auto& stores = self->warp->block->late_stores;
+  auto same = std::find_if(stores.begin(), stores.end(), [&](auto& each) { return each.first == at; });
+  same == stores.end() ? (void)stores.emplace_back(at, value) : (void)(same->second = value);
+}
+
+void deliver() {
+  Block& block = *self->warp->block;
+  while (!block.late_stores.empty()) deliver_to(block, 0);
+}
+
+u8* shared(u32 at, int bytes, const char* what, Line line) {
+  std::vector<u8>& memory = self->warp->block->shared;
+  if (at % bytes == 0 && (u64)at + bytes <= memory.size()) return memory.data() + at;
+  fail(std::string(what) + " of shared memory at " + std::to_string(at) + ", " + line.file + ":" +
+       std::to_string(line.number));
+}
+
+void add_copy(u32 to, const u8* from, int bytes, Line line) {
+  u8* there = shared(to, bytes, "copy", line);
+  if ((u64)from % bytes) fail("a copy from an address that is no multiple of its " + std::to_string(bytes) + " bytes");
+  for (int i = 0; i < bytes; i += 4) *(u32*)(there + i) = (u32)random();
+  self->copies.push_back({to, from, bytes});
+}
+
+void commit_copies() { self->groups.push_back(self->copies.size()); }
+
+void wait_copies(size_t pending) {
+  auto& groups = self->groups;
+  if (groups.size() <= pending) return;
+  const size_t done = groups.size() - pending, count = groups[done - 1];
+  groups.erase(groups.begin(), groups.begin() + done);
+  for (size_t& end : groups) end -= count;
+  finish_copies(count);
+}
+
+bool launch_ahead_ended() {
+  const Started* ahead = self->warp->block->launch->ahead;
+  return !ahead || ahead->ended == ahead->launch.blocks;
+}
+
+void let_next() {
+  Block& block = *self->warp->block;
+  if (!block.lets_next) block.lets_next = true, block.launch->let_next++, machine->changes++;
+}
+
+u32 time_in_ms() { return machine->time; }
+
+// ---- numbers
+u16 bf16_of(double v) {
+  if (v != v) return 0x7fff;
+  const float near = (float)v;  // double rounding, unless it is exact
+  u32 bits;
+  memcpy(&bits, &near, 4);
+  if (near == v && !(bits & 0xffff)) return bits >> 16;
+  int exponent;
+  std::frexp(v, &exponent);
+  const int quantum = std::max(exponent - 8, -133);
+  const float rounded = (float)std::ldexp(std::nearbyint(std::ldexp(v, -quantum)), quantum);
+  memcpy(&bits, &rounded, 4);
+  return bits >> 16;
+}
+
+u16 f16_of(double v) {
+  if (v != v) return 0x7fff;
+  const u16 sign = std::signbit(v) ? 0x8000 : 0;
+  v = std::fabs(v);
+  if (v == 0) return sign;
+  if (v >= 65520) return sign | 0x7c00;
+  int exponent;
+  std::frexp(v, &exponent);
+  const int quantum = std::max(exponent - 11, -24);
+  const int mantissa = (int)std::nearbyint(std::ldexp(v, -quantum));  // of 11 bits; less for a subnormal
+  return sign | (u16)(mantissa + ((quantum + 24) << 10));
+}
+
+float of_f16(u16 v) {
+  const int exponent = v >> 10 & 31, mantissa = v & 1023;
+  const float size = exponent == 31
+                         ? (mantissa ? NAN : INFINITY)
+                         : std::ldexp((float)(exponent ? mantissa + 1024 : mantissa), std::max(exponent, 1) - 25);
+  return v >> 15 ? -size : size;
+}
+
+u32 fma_bf16(u16 a, u16 b, u16 c) {
+  auto value = [](u16 v) {
+    const u32 bits = (u32)v << 16;
+    float r;
+    memcpy(&r, &bits, 4);
+    return (double)r;
+  };
+  const double product = value(a) * value(b), addend = value(c);
+  double sum = product + addend;
+  if (std::isfinite(sum)) {  // rounded to odd: then bfloat16 is rounded as if the sum were exact
+    const double back = sum - product, rest = (product - (sum - back)) + (addend - back);
+    u64 bits;
+    memcpy(&bits, &sum, 8);
+    if (rest != 0 && !(bits & 1)) {
+      bits += (rest > 0) == (sum > 0) ? 1 : -1;
+      memcpy(&sum, &bits, 8);
+    }
+  }
+  return bf16_of(sum);
+}
+
+}  // namespace emulator
+
+// Runs launches. Returns 0, 1 if they hang, 2 for another fault; `message` says what.
+extern "C" int emulator_run(const emulator::Launch* launches, int count, const emulator::Order* order, char* message,
+                            int size) {
+  using namespace emulator;
+  Machine here;
+  machine = &here;
+  here.order = *order;
+  here.state = (order->seed + 1) * 0x9e3779b97f4a7c15ull;
+  for (int i = 0; i < 16; i++) emulator::random();
+  std::map<int, Started*> last;
+  for (int i = 0; i < count; i++) {
+    here.launches.push_back(std::make_unique<Started>(Started{launches[i], last[launches[i].stream]}));
+    last[launches[i].stream] = here.launches.back().get();
+  }
+  run();
+  for (auto& block : here.blocks) free_stacks(*block);
+  snprintf(message, size, "%s", here.error.c_str());
+  return here.error.empty() ? 0 : here.hung ? 1 : 2;
+}
+
+extern "C" void emulator_fma_bf16(const unsigned short* operands, unsigned short* results, int count) {
+  for (int i = 0; i < count; i++)
+    results[i] = emulator::fma_bf16(operands[3 * i], operands[3 * i + 1], operands[3 * i + 2]);
+}

@@ -1,0 +1,291 @@
+// The functions of `kernels/cuda/ptx.cuh` and CUDA's builtins on a CPU.
+#pragma once
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <type_traits>
+
+#include "machine.h"
+
+#define DEVICE inline
+#define UNROLL
+#define ROLLED
+#define OFFSET_OF(record, field) offsetof(record, field)
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __restrict__
+
+// ---- builtins
+struct uint2 {
+  u32 x, y;
+};
+struct uint4 {
+  u32 x, y, z, w;
+};
+struct dim3_of_emulator {
+  u32 x, y = 0, z = 0;
+};
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+#define threadIdx (dim3_of_emulator{(u32)emulator::self->number})
+#define blockIdx (dim3_of_emulator{(u32)emulator::self->warp->block->number})
+#define gridDim (dim3_of_emulator{(u32)emulator::self->warp->block->launch->launch.blocks, 1, 1})
+#define blockDim (dim3_of_emulator{(u32)emulator::self->warp->block->launch->launch.threads, 1, 1})
+
+template <class T>
+constexpr T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+constexpr T max(T a, T b) {
+  return a > b ? a : b;
+}
+constexpr u32 min(int a, u32 b) { return min((u32)a, b); }
+constexpr u32 min(u32 a, int b) { return min(a, (u32)b); }
+constexpr u32 max(int a, u32 b) { return max((u32)a, b); }
+constexpr u32 max(u32 a, int b) { return max(a, (u32)b); }
+
+template <class To, class From>
+inline To bits_of(From v) {
+  static_assert(sizeof(To) == sizeof(From));
+  To r;
+  memcpy(&r, &v, sizeof r);
+  return r;
+}
+inline float __uint_as_float(u32 v) { return bits_of<float>(v); }
+inline u32 __float_as_uint(float v) { return bits_of<u32>(v); }
+inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
+inline int __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+  const u64 all = (u64)b << 32 | a;
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) r |= (u32)(all >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return r;
+}
+inline float __expf(float v) { return expf(v); }
+// As PTX's div.approx: 0 for a divisor beyond 2^126.
+inline float __fdividef(float a, float b) {
+  const float size = fabsf(b);
+  return size > 0x1p126f && size < INFINITY ? a * (b < 0 ? -0.f : 0.f) : a / b;
+}
+inline float __frcp_rn(float v) { return 1.f / v; }
+
+template <class T>
+inline T meet_in_shuffle(u32 mask, T value, int source, emulator::Line line) {
+  static_assert(sizeof(T) == 4);
+  if (mask != ~0u) emulator::fail("a shuffle of a part of a warp");
+  emulator::self->value = bits_of<u32>(value);
+  emulator::self->source = source;
+  emulator::meet(emulator::SHUFFLE, "shuffle", line);
+  return bits_of<T>(emulator::self->result);
+}
+template <class T>
+inline T __shfl_sync(u32 mask, T v, int lane, emulator::Line line = {}) {
+  return meet_in_shuffle(mask, v, lane & 31, line);
+}
+template <class T>
+inline T __shfl_up_sync(u32 mask, T v, int by, emulator::Line line = {}) {
+  return meet_in_shuffle(mask, v, emulator::self->lane < by ? emulator::self->lane : emulator::self->lane - by, line);
+}
+template <class T>
+inline T __shfl_down_sync(u32 mask, T v, int by, emulator::Line line = {}) {
+  return meet_in_shuffle(mask, v, emulator::self->lane + by > 31 ? emulator::self->lane : emulator::self->lane + by,
+                         line);
+}
+template <class T>
+inline T __shfl_xor_sync(u32 mask, T v, int with, emulator::Line line = {}) {
+  return meet_in_shuffle(mask, v, emulator::self->lane ^ with, line);
+}
+inline u32 meet_and_vote(emulator::Meeting meeting, u32 mask, u32 value, const char* what, emulator::Line line) {
+  if (mask != ~0u) emulator::fail("a vote of a part of a warp");
+  emulator::self->value = value;
+  emulator::meet(meeting, what, line);
+  return emulator::self->result;
+}
+inline u32 __ballot_sync(u32 mask, bool v, emulator::Line line = {}) {
+  return meet_and_vote(emulator::BALLOT, mask, v, "ballot", line);
+}
+inline int __any_sync(u32 mask, bool v, emulator::Line line = {}) {
+  return meet_and_vote(emulator::BALLOT, mask, v, "any", line) != 0;
+}
+inline int __all_sync(u32 mask, bool v, emulator::Line line = {}) {
+  return meet_and_vote(emulator::BALLOT, mask, v, "all", line) == ~0u;
+}
+inline u32 __match_any_sync(u32 mask, u32 v, emulator::Line line = {}) {
+  return meet_and_vote(emulator::MATCH, mask, v, "match", line);
+}
+inline void __syncwarp(u32 mask = ~0u, emulator::Line line = {}) {
+  meet_and_vote(emulator::SYNC, mask, 0, "__syncwarp", line);
+}
+inline void __syncthreads(emulator::Line line = {}) {
+  emulator::wait_barrier(0, emulator::self->warp->block->launch->launch.threads, line);
+}
+inline void __nanosleep(u32, emulator::Line line = {}) { emulator::wait_turn("__nanosleep", line); }
+inline void __threadfence() { emulator::deliver(); }
+inline void __threadfence_system() { emulator::deliver(); }
+inline u32 atomicAdd(u32* at, u32 v, emulator::Line line = {}) {
+  emulator::look("atomicAdd", line);
+  const u32 old = *at;
+  *at += v;
+  emulator::changed(true);
+  return old;
+}
+inline u32 atomicOr(u32* at, u32 v, emulator::Line line = {}) {
+  emulator::look("atomicOr", line);
+  const u32 old = *at;
+  *at |= v;
+  emulator::changed(true);
+  return old;
+}
+
+// ---- launch
+inline u8* shared_memory() { return emulator::self->warp->block->shared.data(); }
+inline u32 shared_address(const void* pointer) { return (u32)((const u8*)pointer - shared_memory()); }
+inline void wait_for_launch_ahead(emulator::Line line = {}) {
+  while (!emulator::launch_ahead_ended()) emulator::wait_turn("wait_for_launch_ahead", line);
+}
+inline void let_next_launch_begin() { emulator::let_next(); }
+inline void trap(emulator::Line line = {}) {
+  emulator::fail("trap at " + std::string(line.file) + ":" + std::to_string(line.number));
+}
+using emulator::time_in_ms;
+inline void keep(u32&) {}
+
+// ---- barriers
+template <int id, int threads>
+inline void named_barrier(emulator::Line line = {}) {
+  emulator::wait_barrier(id, threads, line);
+}
+// An mbarrier: a mark that it was initialized, number of the phase, arrivals of a phase, arrivals that are left.
+struct MBarrier {
+  u16 mark, phase, arrivals, left;
+  static constexpr u16 MARK = 0xba44;
+};
+inline MBarrier& mbarrier(u32 at, const char* what, emulator::Line line) {
+  MBarrier& found = *(MBarrier*)emulator::shared(at, 8, what, line);
+  if (found.mark != MBarrier::MARK) emulator::fail(std::string(what) + " of an mbarrier that nobody has initialized");
+  return found;
+}
+inline void barrier_init(u32 barrier, int arrivals, emulator::Line line = {}) {
+  *(MBarrier*)emulator::shared(barrier, 8, "barrier_init", line) = {MBarrier::MARK, 0, (u16)arrivals, (u16)arrivals};
+  emulator::changed(false);
+}
+inline void barrier_arrive(u32 barrier, emulator::Line line = {}) {
+  emulator::look("barrier_arrive", line);
+  MBarrier& b = mbarrier(barrier, "barrier_arrive", line);
+  if (!--b.left) b.phase++, b.left = b.arrivals;
+  emulator::changed(false);
+}
+inline bool barrier_try_wait(u32 barrier, u32 parity, emulator::Line line = {}) {
+  emulator::look("barrier_try_wait", line);
+  return (mbarrier(barrier, "barrier_try_wait", line).phase & 1) != parity;
+}
+inline void barrier_wait(u32 barrier, u32 parity, emulator::Line line = {}) {
+  emulator::look("barrier_wait", line);
+  while ((mbarrier(barrier, "barrier_wait", line).phase & 1) == parity) emulator::wait_turn("barrier_wait", line);
+}
+
+// ---- copies from global to shared memory
+inline void copy16(u32 to, const u8* from, emulator::Line line = {}) { emulator::add_copy(to, from, 16, line); }
+inline void copy16(u32 to, const u8* from, bool there, emulator::Line line = {}) {
+  emulator::add_copy(to, there ? from : nullptr, 16, line);
+}
+template <int bytes>
+inline void copy_bytes(u32 to, const u8* from, emulator::Line line = {}) {
+  static_assert(bytes == 4 || bytes == 8 || bytes == 16);
+  emulator::add_copy(to, from, bytes, line);
+}
+inline void copy_commit() { emulator::commit_copies(); }
+template <int groups>
+inline void copy_wait() {
+  emulator::wait_copies(groups);
+}
+
+// ---- shared memory
+template <class T>
+inline T& in_shared(u32 at, const char* what, emulator::Line line) {
+  return *(T*)emulator::shared(at, sizeof(T), what, line);
+}
+inline uint4 load_shared_16(u32 at, emulator::Line line = {}) { return in_shared<uint4>(at, "load_shared_16", line); }
+inline uint2 load_shared_8(u32 at, emulator::Line line = {}) { return in_shared<uint2>(at, "load_shared_8", line); }
+inline u32 load_shared(u32 at, emulator::Line line = {}) { return in_shared<u32>(at, "load_shared", line); }
+inline u32 load_shared_u16(u32 at, emulator::Line line = {}) { return in_shared<u16>(at, "load_shared_u16", line); }
+inline u32 load_shared_u8(u32 at, emulator::Line line = {}) { return in_shared<u8>(at, "load_shared_u8", line); }
+inline float load_shared_float(u32 at, emulator::Line line = {}) {
+  return in_shared<float>(at, "load_shared_float", line);
+}
+inline void store_shared_16(u32 at, u32 x, u32 y, u32 z, u32 w, emulator::Line line = {}) {
+  in_shared<uint4>(at, "store_shared_16", line) = {x, y, z, w};
+}
+inline void store_shared(u32 at, u32 v, emulator::Line line = {}) { in_shared<u32>(at, "store_shared", line) = v; }
+inline void store_shared_u16(u32 at, u16 v, emulator::Line line = {}) {
+  in_shared<u16>(at, "store_shared_u16", line) = v;
+}
+inline void store_shared_float(u32 at, float v, emulator::Line line = {}) {
+  in_shared<float>(at, "store_shared_float", line) = v;
+}
+inline void or_shared(u32 at, u32 bits, emulator::Line line = {}) { in_shared<u32>(at, "or_shared", line) |= bits; }
+inline u32 acquire_shared(u32 at, emulator::Line line = {}) {
+  emulator::look("acquire_shared", line);
+  return in_shared<u32>(at, "acquire_shared", line);
+}
+inline void release_shared(u32 at, u32 v, emulator::Line line = {}) {
+  emulator::look("release_shared", line);
+  in_shared<u32>(at, "release_shared", line) = v;
+  emulator::changed(false);
+}
+
+// ---- global memory that other blocks write
+inline uint4 load_relaxed_16(const u8* at, emulator::Line line = {}) {
+  emulator::look("load_relaxed_16", line);
+  u32 words[4];  // each of them is whole, nothing more
+  for (int i = 0; i < 4; i++) words[i] = ((const volatile u32*)at)[i];
+  return {words[0], words[1], words[2], words[3]};
+}
+inline uint2 load_relaxed_8(const u32* at, emulator::Line line = {}) {
+  emulator::look("load_relaxed_8", line);
+  return {at[0], at[1]};
+}
+inline void store_relaxed(u8* at, u32 v, emulator::Line line = {}) {
+  emulator::look("store_relaxed", line);
+  emulator::store_late((u32*)at, v);
+}
+inline u32 acquire_global(const u32* at, emulator::Line line = {}) {
+  emulator::look("acquire_global", line);
+  return *at;
+}
+inline void add_release_global(u32* at, u32 v, emulator::Line line = {}) {
+  emulator::look("add_release_global", line);
+  emulator::deliver();
+  *at += v;
+  emulator::changed(true);
+}
+
+// ---- arithmetic
+inline u16 to_bf16(float v) { return emulator::bf16_of(v); }
+inline u16 to_f16(float v) { return emulator::f16_of(v); }
+inline float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
+inline float from_f16(u16 v) { return emulator::of_f16(v); }
+inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  return emulator::fma_bf16((u16)a, (u16)b, (u16)c) | emulator::fma_bf16(a >> 16, b >> 16, c >> 16) << 16;
+}
+inline u32 mul_f16x2(u32 a, u32 b) {
+  auto product = [](u16 x, u16 y) { return (u32)emulator::f16_of((double)emulator::of_f16(x) * emulator::of_f16(y)); };
+  return product((u16)a, (u16)b) | product(a >> 16, b >> 16) << 16;
+}
+inline u32 add_f16x2(u32 a, u32 b) {
+  auto sum = [](u16 x, u16 y) { return (u32)emulator::f16_of((double)emulator::of_f16(x) + emulator::of_f16(y)); };
+  return sum((u16)a, (u16)b) | sum(a >> 16, b >> 16) << 16;
+}
+template <bool float16>
+inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, emulator::Line line = {}) {
+  emulator::Thread& thread = *emulator::self;
+  const u32 operands[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(thread.operands, operands, sizeof operands);
+  thread.sums = c;
+  emulator::meet(float16 ? emulator::MMA_F16 : emulator::MMA_BF16, "mma", line);
+}

@@ -1,0 +1,342 @@
+"""The one launch on a CPU, its own source (:mod:`tests.emulator`): numbers, every order of threads, and hangs that are found."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests import emulator, mxfp8
+from tests.emulator import FaultError, HangError, Order, machine
+from tests.nvfp4_layer import distance, interleaved, random_call, random_layer
+from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS, WeightLayout
+from trtllm_b12x.formats.mxfp4 import LARGEST_SCALE
+from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels.catalog import KERNELS
+from trtllm_b12x.kernels.cuda import variant
+from trtllm_b12x.kernels.cuda.decode import CudaKernel
+
+BOUND = 0.004
+"""Relative L2 of bfloat16's rounding of the activation's result and of the output."""
+TOKENS = (1, 3, 8, 9)
+"""Of four variants; the last one gathers."""
+W4A16, MXFP4, MXFP8 = ({"format": name} for name in ("W4A16_NVFP4", "MXFP4", "MXFP8"))
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LAYERS = {
+    "NVFP4": Geometry(8, 2, 256, 128, "Swiglu"),
+    "NVFP4 of two ranks": Geometry(4, 4, 256, 128, "Swiglu", ranks=2),
+    "NVFP4 in rows": Geometry(4, 3, 384, 192, "Relu2", bias=BF16, layout=WeightLayout(ROWS)),
+    "NVFP4 in uneven rows": Geometry(6, 2, 320, 160, "Geglu", bias=F32, layout=WeightLayout(ROWS, BY_TURNS)),
+    "NVFP4 float16": Geometry(6, 4, 256, 128, "SwigluBias", F16, bias=F16),
+    "W4A16": Geometry(8, 2, 256, 192, "Swiglu", layout=WeightLayout(ROWS, GATE_UP), **W4A16),
+    "W4A16 in tiles": Geometry(4, 2, 384, 128, "Silu", F16, **W4A16),
+    "MXFP4": Geometry(6, 4, 320, 192, "SwigluBias", bias=BF16, layout=WeightLayout(ROWS, BY_TURNS), **MXFP4),
+    "MXFP4 in tiles": Geometry(4, 2, 192, 128, "Swiglu", layout=WeightLayout(hidden_multiple=128), **MXFP4),
+    "MXFP8": Geometry(8, 2, 256, 192, "Swiglu", layout=WeightLayout(ROWS, GATE_UP), **MXFP8),
+    "MXFP8 in tiles": Geometry(4, 3, 384, 128, "Gelu", **MXFP8),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+@functools.cache
+def weights_of(geometry: Geometry) -> Any:
+    return mxfp8.random_weights(geometry) if geometry.format == "MXFP8" else random_layer(geometry, ratio=True).kernel_weights()
+
+
+def first_expert(geometry: Geometry) -> int:
+    return geometry.num_experts if geometry.ranks > 1 else 0
+
+
+@functools.cache
+def planned(geometry: Geometry, blocks: int = 5) -> CudaKernel:
+    kind: Any = KERNELS["cuda", geometry.format][0]
+    return emulator.kernel_on_cpu(kind, geometry, weights_of(geometry), blocks, first_expert(geometry))
+
+
+def broken(geometry: Geometry, blocks: int, file: str, rule: str, by: str) -> CudaKernel:
+    """Return a kernel whose source has ``by`` in place of ``rule``."""
+    source = variant.sources()[file]
+    assert source.count(rule) == 1, rule
+    kind: Any = KERNELS["cuda", geometry.format][0]
+    return emulator.kernel_on_cpu(kind, geometry, weights_of(geometry), blocks, changed={file: source.replace(rule, by)})
+
+
+def draw(geometry: Geometry, tokens: int, seed: int = 0) -> MoECall:
+    """Draw a call. Experts of other ranks are among its ids, some ids are -1, and the first of several tokens has one route."""
+    call = MoECall(*random_call(geometry, tokens, geometry.num_experts * geometry.ranks, seed=seed, dtype=geometry.dtype))
+    if tokens > 1:
+        call.ids[0, 1:] = call.ids[-1, -1] = -1
+    return call
+
+
+@functools.cache
+def expected(geometry: Geometry, tokens: int) -> torch.Tensor:
+    reference = planned(geometry).reference()
+    reference.plan(geometry, tokens, torch.device("cpu"))
+    reference.bind(weights_of(geometry), first_expert(geometry))
+    return reference.run(draw(geometry, tokens)).float()
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch)
+    monkeypatch.setattr(machine, "order", Order())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiles_ahead(selected: list[str]) -> None:
+    """Compile on all cores what this run needs."""
+    for name in dict.fromkeys(name for name in selected if name in LAYERS):
+        for function in planned(LAYERS[name])._plan.functions.values():
+            function.begin()
+
+
+@pytest.mark.parametrize("tokens", [*TOKENS, *(pytest.param(count, marks=pytest.mark.all) for count in (2, 64))])
+@every_layer
+def test_numbers(name: str, tokens: int) -> None:
+    geometry = LAYERS[name]
+    found = planned(geometry).run(draw(geometry, tokens))
+    assert found.dtype is geometry.dtype
+    assert distance(found, expected(geometry, tokens)) < BOUND
+
+
+@pytest.mark.parametrize("tokens", [*TOKENS, *(pytest.param(count, marks=pytest.mark.all) for count in (2, 64))])
+@every_layer
+def test_any_order(name: str, tokens: int) -> None:
+    """The same bits in every order, with few blocks, blocks that start late, and blocks that start when another has ended."""
+    geometry = LAYERS[name]
+    call = draw(geometry, tokens)
+    first = planned(geometry).run(call)
+    for seed in range(1, 11):
+        blocks, resident = random.Random(seed).choice(((1, 1), (2, 1), (2, 2), (5, 1), (5, 2), (5, 5)))
+        machine.order = Order.drawn(seed, resident)
+        assert torch.equal(planned(geometry, blocks).run(call), first), machine.order
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP8"])
+def test_launches_of_two_streams(name: str) -> None:
+    """A launch begins before the one ahead of it in its stream has ended, and others run beside it with a workspace of their own."""
+    geometry = LAYERS[name]
+    calls = {tokens: draw(geometry, tokens) for tokens in TOKENS}
+    for seed in range(6):
+        drawn, kernel, found = random.Random(seed), planned(geometry, 1 + seed % 3), []
+        machine.order = Order.drawn(seed, drawn.choice((1, 3, 8)))
+        with pytest.MonkeyPatch.context() as patch, machine.together():
+            for stream in (1, 2):
+                patch.setattr(machine, "stream", stream)
+                for tokens in drawn.choices((*TOKENS, 9), k=4):
+                    found.append((tokens, kernel.run(calls[tokens])))
+        for tokens, result in found:
+            assert distance(result, expected(geometry, tokens)) < BOUND, (machine.order, tokens)
+
+
+@pytest.mark.parametrize("swizzled", [True, False])
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4 float16"])
+def test_input_that_arrives_quantized(name: str, swizzled: bool) -> None:
+    geometry = LAYERS[name]
+    kernel = planned(geometry)
+    reference = kernel.reference()
+    reference.plan(geometry, 9, torch.device("cpu"))
+    reference.bind(weights_of(geometry))
+    for tokens in TOKENS:
+        call = draw(geometry, tokens)
+        codes = torch.randint(256, (tokens, geometry.hidden_size // 2), dtype=torch.uint8)
+        scales = torch.randint(0x28, 0x68, (tokens, geometry.hidden_size // 16), dtype=torch.uint8)
+        tiles = interleaved(scales.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else scales
+        call = call._replace(x=codes, x_sf=tiles, swizzled=swizzled)
+        assert distance(kernel.run(call), reference.run(call).float()) < BOUND, tokens
+
+
+@pytest.mark.parametrize("tokens", TOKENS[1:])
+def test_a_token_that_is_not_a_number(tokens: int) -> None:
+    """Its own output is none, and the others have the bits that they have beside a number."""
+    geometry = LAYERS["NVFP4"]
+    call = draw(geometry, tokens)
+    first = planned(geometry).run(call)
+    call.x[1, 5] = torch.nan
+    found = planned(geometry).run(call)
+    others = [token for token in range(tokens) if token != 1]
+    assert found[1].isnan().all()
+    assert torch.equal(found[others], first[others])
+
+
+# ---- faults are found ----------------------------------------------------------------------------------------------------
+
+
+SMALL = Geometry(4, 4, 256, 128, "Silu", layout=WeightLayout(ROWS))
+IDLE_WARPS_MOVE_ON = "products.cuh", "if (own <= 0 && stages.tag == (u32)number << 2)", "if (false)"
+ENTRIES_WAIT_FOR_READERS = "schedule.cuh", "if (number >= ENTRIES)", "if (false)"
+HANGS = {
+    "a warp has no unit of FC2": (Geometry(4, 4, 640, 160, "Silu", layout=WeightLayout(ROWS)), 8, 3, 3, IDLE_WARPS_MOVE_ON),
+    "one block has all tasks": (Geometry(8, 4, 256, 512, "Swiglu", layout=WeightLayout(ROWS)), 8, 8, 1, ENTRIES_WAIT_FOR_READERS),
+    "a slow adder": (Geometry(4, 1, 256, 64, "Silu"), 33, 3, 1, ENTRIES_WAIT_FOR_READERS),
+}
+"""Geometry, tokens, blocks, those that run at once, and the rule without which some order hangs."""
+
+
+def one_route(geometry: Geometry, tokens: int, seed: int) -> MoECall:
+    call, drawn = draw(geometry, tokens, seed), random.Random(seed)
+    kept = torch.zeros(call.ids.shape, dtype=torch.bool)
+    kept[drawn.randrange(tokens), drawn.randrange(geometry.top_k)] = True
+    return call._replace(ids=torch.where(kept, call.ids, -1))
+
+
+def hang(name: str, kernel: CudaKernel, orders: int) -> str | None:
+    """Return the message of the first order in which a launch hangs, if there is one."""
+    geometry, tokens, _, resident, rule = HANGS[name]
+    for seed in range(orders):
+        machine.order = Order.drawn(seed, resident)
+        try:
+            kernel.run((one_route if rule is IDLE_WARPS_MOVE_ON else draw)(geometry, tokens, seed))
+        except HangError as error:
+            kernel._plan.workspaces.clear()
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_a_hang_is_found(case: str) -> None:
+    """The source without a rule hangs in some order, again in the same one, and with the rule in none."""
+    geometry, _, blocks, _, rule = HANGS[case]
+    kernel = broken(geometry, blocks, *rule)
+    message = hang(case, kernel, 60)
+    assert message is not None
+    assert "(schedule.cuh:" in message
+    assert hang(case, kernel, 60) == message
+    assert hang(case, planned(geometry, blocks), 20) is None
+
+
+def test_a_launch_that_stops_itself() -> None:
+    """The kernel says how many tokens the launch had that did not end, and traps."""
+    geometry, tokens, blocks, resident, rule = HANGS["one block has all tasks"]
+    kernel = broken(geometry, blocks, *rule)
+    machine.order = Order(resident=resident, clock_runs=True)
+    with pytest.raises(HangError, match=r"trap at .*schedule\.cuh"):
+        kernel.run(draw(geometry, tokens))
+    assert kernel._plan.stuck.tolist() == [tokens]
+
+
+MISSING = {
+    "wait for copies": ("pipeline.cuh", "copy_wait<STAGES - 1>();", ";"),
+    "warp is together before copies": ("pipeline.cuh", "DEVICE void close() {\n    __syncwarp();", "DEVICE void close() {"),
+    "warp is together behind copies": (
+        "pipeline.cuh",
+        "copy_wait<0>();\n    __syncwarp();",
+        "copy_wait<0>();",
+    ),
+    "wait for products": ("sums.cuh", "barrier_wait(b.shared.full() + 8 * buffer, parity);", ""),
+    "wait for h": ("inputs.cuh", "if (most != ~0u) break;", "break;"),
+    "wait for shares": (
+        "sums.cuh",
+        "while (acquire_global(added) < (u32)(__popc(local) * TASKS2 * HALVES)) __nanosleep(20);",
+        "",
+    ),
+    "barrier of factors": ("products.cuh", "named_barrier<1, WARPS * 32>();", ""),
+    "wait for the launch ahead": ("layer.cu", "wait_for_launch_ahead();", ""),
+    "epoch": ("schedule.cuh", "b.workspace.epoch()[0] = epoch + 1;", ""),
+}
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_what_is_missing_shows(missing: str) -> None:
+    """Without it a bit differs, a launch hangs, or the emulator names the fault, in some order."""
+    tokens = 9 if "shares" in missing or "ahead" in missing else 8
+    kernel, calls = broken(SMALL, 3, *MISSING[missing]), [draw(SMALL, tokens, seed) for seed in range(3)]
+    right = [planned(SMALL, 3).run(call) for call in calls]
+    for seed in range(40):
+        machine.order = Order.drawn(seed, 3)
+        try:
+            with machine.together():
+                found = [kernel.run(call) for call in calls]
+        except FaultError:
+            return
+        if not all(map(torch.equal, found, right)):
+            return
+    pytest.fail("every order of 40 had the right bits")
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------------
+
+
+DECODE = """#include "numbers.cuh"
+extern "C" void decode(const u32* words, u32 scales, u32* pairs) {
+  Rows rows;
+  for (int i = 0; i < 4 * LOADS; i++) (&rows.codes[i / 4].x)[i % 4] = words[i];
+  rows.scales = scales;
+  for (int i = 0; i < 4; i++) decode_part<FLOAT16>(rows, i, pairs + 4 * i);
+}
+"""
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@functools.cache
+def decoder(geometry: Geometry) -> Any:
+    return emulator.loaded(emulator.library(planned(geometry).variants()[0].files(), DECODE)).decode
+
+
+def decoded(geometry: Geometry, codes: list[int], byte: int) -> torch.Tensor:
+    """Decode 32 codes with one block scale, to float64 in the order of the columns."""
+    bits, columns = (8, 4) if geometry.format == "MXFP8" else (4, 8)  # of a code; columns of a word
+    words = [sum(codes[i + j] << bits * j for j in range(columns)) for i in range(0, 32, columns)]
+    given, pairs = (ctypes.c_uint32 * 8)(*words), (ctypes.c_uint32 * 16)()
+    decoder(geometry)(given, byte | byte << 8 if geometry.format != "MXFP4" else byte, pairs)
+    halves = torch.tensor([pair >> shift & 0xFFFF for pair in pairs for shift in (0, 16)]).to(torch.uint16)
+    # Pair i of a word has columns i and i + half.
+    order = [columns * word + place for word in range(32 // columns) for i in range(columns // 2) for place in (i, i + columns // 2)]
+    result = torch.empty(32, dtype=torch.float64)
+    result[order] = halves.view(geometry.dtype).double()
+    return result
+
+
+def value_of_e4m3(byte: int) -> float:
+    return float(torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float())
+
+
+SPECIAL = pytest.param(
+    "special",
+    marks=pytest.mark.xfail(strict=True, reason="bytes of block scales that are NaN, -0 or negative are decoded as other numbers"),
+)
+
+
+@pytest.mark.parametrize("bytes_", ["finite", SPECIAL])
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4 float16"])
+def test_every_code_and_scale_of_nvfp4(name: str, bytes_: str) -> None:
+    """The value, 2**-8 times as large, exactly."""
+    signed = torch.tensor([*MAGNITUDES, *(-size for size in MAGNITUDES)] * 2, dtype=torch.float64)
+    for byte in range(127) if bytes_ == "finite" else range(127, 256):
+        found, scale = decoded(LAYERS[name], [*range(16)] * 2, byte), value_of_e4m3(byte)
+        assert torch.equal(found.nan_to_num(1e9), (signed * scale / 256).nan_to_num(1e9)), byte
+
+
+def test_every_code_and_scale_of_mxfp4() -> None:
+    """The value, 2**-8 times as large, in bfloat16. Scales above ``LARGEST_SCALE`` are not finite, and 255 is NaN."""
+    signed = torch.tensor([*MAGNITUDES, *(-size for size in MAGNITUDES)] * 2, dtype=torch.float64)
+    for byte in range(256):
+        found = decoded(LAYERS["MXFP4"], [*range(16)] * 2, byte)
+        if byte <= LARGEST_SCALE:
+            assert torch.equal(found, (signed * 2.0 ** (byte - 127 - 8)).float().bfloat16().double()), byte
+        else:
+            assert not found.isfinite().any(), byte
+            assert byte < 255 or found.isnan().all()
+
+
+def test_every_code_and_scale_of_mxfp8() -> None:
+    """The value in bfloat16; 255 is NaN. No weight is E4M3's NaN: checkpoints that hold one are refused."""
+    for first in range(0, 256, 32):
+        codes = [*range(first, first + 32)]
+        values = torch.tensor([value_of_e4m3(code) for code in codes], dtype=torch.float64)
+        usable = ~values.isnan()
+        for byte in range(256):
+            found = decoded(LAYERS["MXFP8"], codes, byte)
+            exact = (values * 2.0 ** (byte - 127)).float().bfloat16().double()
+            assert found.isnan().all() if byte == 255 else torch.equal(found[usable], exact[usable]), byte
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler: no-such-compiler is not installed"):
+        emulator.compiler()
