@@ -100,6 +100,11 @@ template <class T>
 inline T __shfl_xor_sync(u32 mask, T v, int with, emulator::Line line = {}) {
   return meet_in_shuffle(mask, v, emulator::self->lane ^ with, line);
 }
+inline u32 __reduce_max_sync(u32 mask, u32 v, emulator::Line line = {}) {
+  for (int with = 16; with; with /= 2) v = max(v, __shfl_xor_sync(mask, v, with, line));
+  return v;
+}
+inline u32 __reduce_min_sync(u32 mask, u32 v, emulator::Line line = {}) { return ~__reduce_max_sync(mask, ~v, line); }
 inline u32 meet_and_vote(emulator::Meeting meeting, u32 mask, u32 value, const char* what, emulator::Line line) {
   if (mask != ~0u) emulator::fail("a vote of a part of a warp");
   emulator::self->value = value;

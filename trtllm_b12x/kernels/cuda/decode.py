@@ -164,8 +164,8 @@ class CudaKernel(OwnKernel):
         # What hosts pass is taken as it is, checked here as ``prepared`` does: each look at a tensor takes 0.1 us.
         if (
             form is not None and logits is None and x_sf is None and x.dtype is dtype
-            and ids.shape == form[0] == router_weights.shape and ids.dtype is _INT32 and router_weights.dtype is _FLOAT32 and not at % 16
-            and x.is_contiguous() and ids.is_contiguous() and router_weights.is_contiguous()
+            and ids.shape == form[0] == router_weights.shape and ids.dtype is _INT32 and router_weights.dtype is _FLOAT32
+            and not at % 16 and x.is_contiguous() and ids.is_contiguous() and router_weights.is_contiguous()
             and (out is None or (out.dtype is dtype and out.shape == x.shape and out.is_contiguous() and not out.data_ptr() % 16))
         ):  # fmt: skip
             if out is None:
