@@ -1,7 +1,7 @@
 """Run the one-launch CUDA kernel on a CPU: its own source, compiled by g++, with one fiber for each CUDA thread.
 
-``ptx.cuh`` replaces the file of the kernel that has all instructions. ``machine.cpp`` schedules the threads, and ``Order`` says how
-it draws whose turn it is. ``kernel_on_cpu`` returns the package's own ``CudaKernel`` whose launches run here.
+``ptx.cuh`` replaces the file of the kernel that has all instructions. ``machine.cpp`` schedules the threads, and ``Order`` says
+how it draws whose turn it is. ``kernel_on_cpu`` returns the package's own ``CudaKernel`` whose launches run here.
 """
 
 from __future__ import annotations
@@ -234,6 +234,12 @@ def kernel_on_cpu(
     kernel._plan = LaunchPlan(functions, _Sizes(functions))
     kernel.bind(weights, first_expert)
     return kernel
+
+
+def begin(kernel: CudaKernel, tokens: int) -> None:
+    """Begin to compile what a call of so many tokens needs."""
+    functions: dict[int, Any] = kernel._plan.functions
+    next(function for size, function in functions.items() if size >= tokens).begin()
 
 
 def stand_in(patch: Any) -> None:

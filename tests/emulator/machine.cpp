@@ -9,6 +9,8 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <string>
+#include <vector>
 
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -19,6 +21,53 @@ namespace emulator {
 Thread* self;
 
 namespace {
+
+struct Copy {
+  u32 to;
+  const u8* from;  // null: zeros
+  int bytes;
+};
+struct Warp;
+struct Block;
+
+struct Fiber : Thread {
+  void* stack_pointer;
+  u8* stack;
+  Warp* warp;
+  const char* what = "begin";  // what it waits for or does, and where
+  Line line;
+  int barrier = -1;  // number of the block's barrier that it waits for
+  std::vector<Copy> copies;
+  std::vector<size_t> groups;  // copies up to the end of each group
+};
+
+struct Warp {
+  Block* block;
+  int number;
+  Fiber threads[32];
+  u32 ready = ~0u, ended = 0, arrived = 0;
+  Meeting meeting;
+  bool changed = false;  // in this turn it did more than look
+  int idle = 0;          // turns without, while nobody else changed a thing either
+  u64 seen = 0, frozen_until = 0;
+};
+
+struct Started {
+  Launch launch;
+  Started* ahead;  // in its stream
+  int begun = 0, ended = 0, let_next = 0;
+};
+
+struct Block {
+  Started* launch;
+  int number, running;
+  std::vector<Warp> warps;
+  std::vector<u8> shared;
+  int arrived[16] = {};
+  u64 version = 0;  // of shared memory through which warps tell each other
+  bool lets_next = false;
+  std::vector<std::pair<u32*, u32>> late_stores;  // relaxed stores that other blocks do not see yet
+};
 
 constexpr size_t STACK = 64 << 10;
 constexpr int IDLE_TURNS =
@@ -37,6 +86,7 @@ struct Machine {
   u32 time = 0;
 };
 Machine* machine;
+Fiber& fiber() { return *(Fiber*)self; }
 std::vector<u8*> stacks;  // not in use
 
 // ---- fibers
@@ -98,14 +148,14 @@ u8* take_stack() {
 }
 
 void run_thread() {
-  const Launch& launch = self->warp->block->launch->launch;
+  const Launch& launch = fiber().warp->block->launch->launch;
   launch.kernel(launch.layer, launch.call);
-  Warp& warp = *self->warp;
-  if (!self->copies.empty()) fail("a thread ends before its copies have arrived");
+  Warp& warp = *fiber().warp;
+  if (!fiber().copies.empty()) fail("a thread ends before its copies have arrived", fiber().line);
   warp.ready &= ~(1u << self->lane);
   warp.ended |= 1u << self->lane;
   warp.block->running--;
-  self->what = "ended";
+  fiber().what = "ended";
   machine->changes++, warp.block->version++;
   stop();
 }
@@ -125,10 +175,14 @@ void start(Started& launch) {
     warp.block = block.get();
     warp.number = (int)w;
     for (int i = 0; i < 32; i++) {
-      Thread& thread = warp.threads[i];
+      Fiber& thread = warp.threads[i];
       thread.warp = &warp;
-      thread.number = (int)w * 32 + i;
+      thread.number = (u32)w * 32 + i;
       thread.lane = i;
+      thread.block = block->number;
+      thread.blocks = l.blocks;
+      thread.threads = l.threads;
+      thread.memory = block->shared.data();
       thread.stack = take_stack();
       thread.stack_pointer = begin_at(thread.stack, run_thread);
     }
@@ -146,7 +200,7 @@ void deliver_to(Block& block, size_t i) {
 
 void free_stacks(Block& block) {
   for (Warp& warp : block.warps)
-    for (Thread& thread : warp.threads) stacks.push_back(thread.stack);
+    for (Fiber& thread : warp.threads) stacks.push_back(thread.stack);
 }
 
 void end(Block& block) {
@@ -211,7 +265,7 @@ void turn(Warp& warp) {
   warp.changed = false;
   const u32 first = random() % 32, step = random() % 2 ? 1 : 31;
   for (u32 i = 0; i < 32; i++) {
-    Thread& thread = warp.threads[(first + i * step) % 32];
+    Fiber& thread = warp.threads[(first + i * step) % 32];
     if (!(warp.ready >> thread.lane & 1)) continue;
     self = &thread;
     emulator_switch(&machine->scheduler, thread.stack_pointer);
@@ -229,7 +283,7 @@ std::string waiting() {
   for (auto& block : machine->blocks) {
     std::map<std::pair<std::string, int>, std::set<int>> places;
     for (Warp& warp : block->warps)
-      for (Thread& thread : warp.threads)
+      for (Fiber& thread : warp.threads)
         if (!(warp.ended >> thread.lane & 1)) {
           const std::string file = thread.line.file;
           places[{std::string(thread.what) + " (" + file.substr(file.rfind('/') + 1), thread.line.number}].insert(
@@ -322,7 +376,7 @@ void finish_meeting(Warp& warp) {
   if (warp.meeting >= MMA_BF16) return multiply(warp, warp.meeting == MMA_F16);
   u32 votes = 0;
   for (int i = 0; i < 32; i++) votes |= (u32)(warp.threads[i].value != 0) << i;
-  for (Thread& thread : warp.threads) {
+  for (Fiber& thread : warp.threads) {
     if (warp.meeting == SHUFFLE) thread.result = warp.threads[thread.source].value;
     if (warp.meeting == BALLOT) thread.result = votes;
     if (warp.meeting != MATCH) continue;
@@ -333,12 +387,12 @@ void finish_meeting(Warp& warp) {
 
 void finish_copies(size_t count) {
   for (size_t i = 0; i < count; i++) {
-    const Copy& copy = self->copies[i];
-    u8* to = self->warp->block->shared.data() + copy.to;
+    const Copy& copy = fiber().copies[i];
+    u8* to = fiber().warp->block->shared.data() + copy.to;
     copy.from ? (void)memcpy(to, copy.from, copy.bytes) : (void)memset(to, 0, copy.bytes);
   }
-  self->copies.erase(self->copies.begin(), self->copies.begin() + count);
-  if (count) self->warp->changed = true;
+  fiber().copies.erase(fiber().copies.begin(), fiber().copies.begin() + count);
+  if (count) fiber().warp->changed = true;
 }
 
 }  // namespace
@@ -349,17 +403,18 @@ u64 random() {  // xorshift64*
   return s * 0x2545f4914f6cdd1dull >> 16;
 }
 
-void fail(const std::string& message) {
-  const Thread& t = *self;
-  machine->error = message + " (block " + std::to_string(t.warp->block->number) + ", warp " +
-                   std::to_string(t.warp->number) + ", lane " + std::to_string(t.lane) + ")";
+void fail(const char* message, Line line) {
+  const std::string file = line.file;
+  machine->error = std::string(message) + " at " + file.substr(file.rfind('/') + 1) + ":" +
+                   std::to_string(line.number) + " (block " + std::to_string(self->block) + ", warp " +
+                   std::to_string(fiber().warp->number) + ", lane " + std::to_string(self->lane) + ")";
   for (;;) stop();
 }
 
-void stop() { emulator_switch(&self->stack_pointer, machine->scheduler); }
+void stop() { emulator_switch(&fiber().stack_pointer, machine->scheduler); }
 
 void wait_turn(const char* what, Line line) {
-  self->what = what, self->line = line;
+  fiber().what = what, fiber().line = line;
   stop();
 }
 
@@ -369,10 +424,9 @@ void look(const char* what, Line line) {
 }
 
 void meet(Meeting meeting, const char* what, Line line) {
-  Warp& warp = *self->warp;
-  self->what = what, self->line = line;
-  if (warp.arrived && warp.meeting != meeting)
-    fail("threads of a warp meet in different functions, one in " + std::string(what));
+  Warp& warp = *fiber().warp;
+  fiber().what = what, fiber().line = line;
+  if (warp.arrived && warp.meeting != meeting) fail("threads of a warp meet in different functions", line);
   warp.meeting = meeting;
   warp.arrived |= 1u << self->lane;
   if (warp.arrived == ~0u) {
@@ -385,55 +439,54 @@ void meet(Meeting meeting, const char* what, Line line) {
 }
 
 void wait_barrier(int id, int threads, Line line) {
-  Block& block = *self->warp->block;
-  self->what = id ? "named_barrier" : "__syncthreads", self->line = line;
+  Block& block = *fiber().warp->block;
+  fiber().what = id ? "named_barrier" : "__syncthreads", fiber().line = line;
   if (++block.arrived[id] < threads) {
-    self->barrier = id;
-    self->warp->ready &= ~(1u << self->lane);
+    fiber().barrier = id;
+    fiber().warp->ready &= ~(1u << self->lane);
     return stop();
   }
   block.arrived[id] = 0;
   for (Warp& warp : block.warps)
-    for (Thread& thread : warp.threads)
+    for (Fiber& thread : warp.threads)
       if (thread.barrier == id) thread.barrier = -1, warp.ready |= 1u << thread.lane;
   changed(false);
 }
 
 void changed(bool everywhere) {
-  self->warp->changed = true;
-  everywhere ? machine->version++ : self->warp->block->version++;
+  fiber().warp->changed = true;
+  everywhere ? machine->version++ : fiber().warp->block->version++;
 }
 
 void store_late(u32* at, u32 value) {
-  self->warp->changed = true;
-  auto& stores = self->warp->block->late_stores;
+  fiber().warp->changed = true;
+  auto& stores = fiber().warp->block->late_stores;
   auto same = std::find_if(stores.begin(), stores.end(), [&](auto& each) { return each.first == at; });
   same == stores.end() ? (void)stores.emplace_back(at, value) : (void)(same->second = value);
 }
 
 void deliver() {
-  Block& block = *self->warp->block;
+  Block& block = *fiber().warp->block;
   while (!block.late_stores.empty()) deliver_to(block, 0);
 }
 
 u8* shared(u32 at, int bytes, const char* what, Line line) {
-  std::vector<u8>& memory = self->warp->block->shared;
+  std::vector<u8>& memory = fiber().warp->block->shared;
   if (at % bytes == 0 && (u64)at + bytes <= memory.size()) return memory.data() + at;
-  fail(std::string(what) + " of shared memory at " + std::to_string(at) + ", " + line.file + ":" +
-       std::to_string(line.number));
+  fail((std::string(what) + " of shared memory at byte " + std::to_string(at)).c_str(), line);
 }
 
 void add_copy(u32 to, const u8* from, int bytes, Line line) {
   u8* there = shared(to, bytes, "copy", line);
-  if ((u64)from % bytes) fail("a copy from an address that is no multiple of its " + std::to_string(bytes) + " bytes");
+  if ((u64)from % bytes) fail("a copy from an address that is no multiple of its bytes", line);
   for (int i = 0; i < bytes; i += 4) *(u32*)(there + i) = (u32)random();
-  self->copies.push_back({to, from, bytes});
+  fiber().copies.push_back({to, from, bytes});
 }
 
-void commit_copies() { self->groups.push_back(self->copies.size()); }
+void commit_copies() { fiber().groups.push_back(fiber().copies.size()); }
 
-void wait_copies(size_t pending) {
-  auto& groups = self->groups;
+void wait_copies(u32 pending) {
+  auto& groups = fiber().groups;
   if (groups.size() <= pending) return;
   const size_t done = groups.size() - pending, count = groups[done - 1];
   groups.erase(groups.begin(), groups.begin() + done);
@@ -442,12 +495,12 @@ void wait_copies(size_t pending) {
 }
 
 bool launch_ahead_ended() {
-  const Started* ahead = self->warp->block->launch->ahead;
+  const Started* ahead = fiber().warp->block->launch->ahead;
   return !ahead || ahead->ended == ahead->launch.blocks;
 }
 
 void let_next() {
-  Block& block = *self->warp->block;
+  Block& block = *fiber().warp->block;
   if (!block.lets_next) block.lets_next = true, block.launch->let_next++, machine->changes++;
 }
 

@@ -1,16 +1,11 @@
 // The functions of `kernels/cuda/ptx.cuh` and CUDA's builtins on a CPU.
 #pragma once
-#include <cmath>
-#include <cstddef>
-#include <cstring>
-#include <type_traits>
-
 #include "machine.h"
 
 #define DEVICE inline
 #define UNROLL
 #define ROLLED
-#define OFFSET_OF(record, field) offsetof(record, field)
+#define OFFSET_OF(record, field) __builtin_offsetof(record, field)
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -30,10 +25,10 @@ struct dim3_of_emulator {
 };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-#define threadIdx (dim3_of_emulator{(u32)emulator::self->number})
-#define blockIdx (dim3_of_emulator{(u32)emulator::self->warp->block->number})
-#define gridDim (dim3_of_emulator{(u32)emulator::self->warp->block->launch->launch.blocks, 1, 1})
-#define blockDim (dim3_of_emulator{(u32)emulator::self->warp->block->launch->launch.threads, 1, 1})
+#define threadIdx (dim3_of_emulator{emulator::self->number})
+#define blockIdx (dim3_of_emulator{emulator::self->block})
+#define gridDim (dim3_of_emulator{emulator::self->blocks, 1, 1})
+#define blockDim (dim3_of_emulator{emulator::self->threads, 1, 1})
 
 template <class T>
 constexpr T min(T a, T b) {
@@ -52,7 +47,7 @@ template <class To, class From>
 inline To bits_of(From v) {
   static_assert(sizeof(To) == sizeof(From));
   To r;
-  memcpy(&r, &v, sizeof r);
+  __builtin_memcpy(&r, &v, sizeof r);
   return r;
 }
 inline float __uint_as_float(u32 v) { return bits_of<float>(v); }
@@ -66,18 +61,21 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   for (int i = 0; i < 4; i++) r |= (u32)(all >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return r;
 }
-inline float __expf(float v) { return expf(v); }
+inline float __expf(float v) { return __builtin_expf(v); }
 // As PTX's div.approx: 0 for a divisor beyond 2^126.
 inline float __fdividef(float a, float b) {
-  const float size = fabsf(b);
-  return size > 0x1p126f && size < INFINITY ? a * (b < 0 ? -0.f : 0.f) : a / b;
+  const float size = __builtin_fabsf(b);
+  return size > 0x1p126f && size < __builtin_inff() ? a * (b < 0 ? -0.f : 0.f) : a / b;
 }
+inline float erff(float v) { return __builtin_erff(v); }
+inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+inline float fabsf(float v) { return __builtin_fabsf(v); }
 inline float __frcp_rn(float v) { return 1.f / v; }
 
 template <class T>
 inline T meet_in_shuffle(u32 mask, T value, int source, emulator::Line line) {
   static_assert(sizeof(T) == 4);
-  if (mask != ~0u) emulator::fail("a shuffle of a part of a warp");
+  if (mask != ~0u) emulator::fail("a shuffle of a part of a warp", line);
   emulator::self->value = bits_of<u32>(value);
   emulator::self->source = source;
   emulator::meet(emulator::SHUFFLE, "shuffle", line);
@@ -89,7 +87,8 @@ inline T __shfl_sync(u32 mask, T v, int lane, emulator::Line line = {}) {
 }
 template <class T>
 inline T __shfl_up_sync(u32 mask, T v, int by, emulator::Line line = {}) {
-  return meet_in_shuffle(mask, v, emulator::self->lane < by ? emulator::self->lane : emulator::self->lane - by, line);
+  return meet_in_shuffle(mask, v, (int)emulator::self->lane < by ? emulator::self->lane : emulator::self->lane - by,
+                         line);
 }
 template <class T>
 inline T __shfl_down_sync(u32 mask, T v, int by, emulator::Line line = {}) {
@@ -101,7 +100,7 @@ inline T __shfl_xor_sync(u32 mask, T v, int with, emulator::Line line = {}) {
   return meet_in_shuffle(mask, v, emulator::self->lane ^ with, line);
 }
 inline u32 meet_and_vote(emulator::Meeting meeting, u32 mask, u32 value, const char* what, emulator::Line line) {
-  if (mask != ~0u) emulator::fail("a vote of a part of a warp");
+  if (mask != ~0u) emulator::fail("a vote of a part of a warp", line);
   emulator::self->value = value;
   emulator::meet(meeting, what, line);
   return emulator::self->result;
@@ -121,9 +120,7 @@ inline u32 __match_any_sync(u32 mask, u32 v, emulator::Line line = {}) {
 inline void __syncwarp(u32 mask = ~0u, emulator::Line line = {}) {
   meet_and_vote(emulator::SYNC, mask, 0, "__syncwarp", line);
 }
-inline void __syncthreads(emulator::Line line = {}) {
-  emulator::wait_barrier(0, emulator::self->warp->block->launch->launch.threads, line);
-}
+inline void __syncthreads(emulator::Line line = {}) { emulator::wait_barrier(0, emulator::self->threads, line); }
 inline void __nanosleep(u32, emulator::Line line = {}) { emulator::wait_turn("__nanosleep", line); }
 inline void __threadfence() { emulator::deliver(); }
 inline void __threadfence_system() { emulator::deliver(); }
@@ -143,15 +140,13 @@ inline u32 atomicOr(u32* at, u32 v, emulator::Line line = {}) {
 }
 
 // ---- launch
-inline u8* shared_memory() { return emulator::self->warp->block->shared.data(); }
+inline u8* shared_memory() { return emulator::self->memory; }
 inline u32 shared_address(const void* pointer) { return (u32)((const u8*)pointer - shared_memory()); }
 inline void wait_for_launch_ahead(emulator::Line line = {}) {
   while (!emulator::launch_ahead_ended()) emulator::wait_turn("wait_for_launch_ahead", line);
 }
 inline void let_next_launch_begin() { emulator::let_next(); }
-inline void trap(emulator::Line line = {}) {
-  emulator::fail("trap at " + std::string(line.file) + ":" + std::to_string(line.number));
-}
+inline void trap(emulator::Line line = {}) { emulator::fail("trap", line); }
 using emulator::time_in_ms;
 inline void keep(u32&) {}
 
@@ -167,7 +162,7 @@ struct MBarrier {
 };
 inline MBarrier& mbarrier(u32 at, const char* what, emulator::Line line) {
   MBarrier& found = *(MBarrier*)emulator::shared(at, 8, what, line);
-  if (found.mark != MBarrier::MARK) emulator::fail(std::string(what) + " of an mbarrier that nobody has initialized");
+  if (found.mark != MBarrier::MARK) emulator::fail("an mbarrier that nobody has initialized", line);
   return found;
 }
 inline void barrier_init(u32 barrier, int arrivals, emulator::Line line = {}) {
@@ -285,7 +280,7 @@ template <bool float16>
 inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, emulator::Line line = {}) {
   emulator::Thread& thread = *emulator::self;
   const u32 operands[6] = {a0, a1, a2, a3, b0, b1};
-  memcpy(thread.operands, operands, sizeof operands);
+  __builtin_memcpy(thread.operands, operands, sizeof operands);
   thread.sums = c;
   emulator::meet(float16 ? emulator::MMA_F16 : emulator::MMA_BF16, "mma", line);
 }

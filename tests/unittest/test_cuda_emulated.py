@@ -57,6 +57,7 @@ def planned(geometry: Geometry, blocks: int = 5) -> CudaKernel:
     return emulator.kernel_on_cpu(kind, geometry, weights_of(geometry), blocks, first_expert(geometry))
 
 
+@functools.cache
 def broken(geometry: Geometry, blocks: int, file: str, rule: str, by: str) -> CudaKernel:
     """Return a kernel whose source has ``by`` in place of ``rule``."""
     source = variant.sources()[file]
@@ -88,11 +89,18 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _compiles_ahead(selected: list[str]) -> None:
+def _compiles_ahead(request: pytest.FixtureRequest) -> None:
     """Compile on all cores what this run needs."""
-    for name in dict.fromkeys(name for name in selected if name in LAYERS):
-        for function in planned(LAYERS[name])._plan.functions.values():
-            function.begin()
+    for item in request.session.items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if item.path == request.path and {"name", "tokens"} <= params.keys():
+            emulator.begin(planned(LAYERS[params["name"]]), params["tokens"])
+        elif item.path == request.path and "case" in params:
+            geometry, tokens, blocks, _, rule = HANGS[params["case"]]
+            emulator.begin(broken(geometry, blocks, *rule), tokens)
+            emulator.begin(planned(geometry, blocks), tokens)
+        elif item.path == request.path and "missing" in params:
+            emulator.begin(broken(SMALL, 3, *MISSING[params["missing"]]), tokens_without(params["missing"]))
 
 
 @pytest.mark.parametrize("tokens", [*TOKENS, *(pytest.param(count, marks=pytest.mark.all) for count in (2, 64))])
@@ -119,7 +127,7 @@ def test_any_order(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", ["NVFP4", "MXFP8"])
 def test_launches_of_two_streams(name: str) -> None:
-    """A launch begins before the one ahead of it in its stream has ended, and others run beside it with a workspace of their own."""
+    """A launch begins before the one ahead of it in its stream has ended. Others run beside it with workspaces of their own."""
     geometry = LAYERS[name]
     calls = {tokens: draw(geometry, tokens) for tokens in TOKENS}
     for seed in range(6):
@@ -241,11 +249,15 @@ MISSING = {
 }
 
 
+def tokens_without(missing: str) -> int:
+    return 9 if "shares" in missing or "ahead" in missing else 8
+
+
 @pytest.mark.parametrize("missing", MISSING)
 def test_what_is_missing_shows(missing: str) -> None:
     """Without it a bit differs, a launch hangs, or the emulator names the fault, in some order."""
-    tokens = 9 if "shares" in missing or "ahead" in missing else 8
-    kernel, calls = broken(SMALL, 3, *MISSING[missing]), [draw(SMALL, tokens, seed) for seed in range(3)]
+    tokens, kernel = tokens_without(missing), broken(SMALL, 3, *MISSING[missing])
+    calls = [draw(SMALL, tokens, seed) for seed in range(3)]
     right = [planned(SMALL, 3).run(call) for call in calls]
     for seed in range(40):
         machine.order = Order.drawn(seed, 3)
@@ -286,7 +298,9 @@ def decoded(geometry: Geometry, codes: list[int], byte: int) -> torch.Tensor:
     decoder(geometry)(given, byte | byte << 8 if geometry.format != "MXFP4" else byte, pairs)
     halves = torch.tensor([pair >> shift & 0xFFFF for pair in pairs for shift in (0, 16)]).to(torch.uint16)
     # Pair i of a word has columns i and i + half.
-    order = [columns * word + place for word in range(32 // columns) for i in range(columns // 2) for place in (i, i + columns // 2)]
+    order = [
+        columns * word + place for word in range(32 // columns) for i in range(columns // 2) for place in (i, i + columns // 2)
+    ]
     result = torch.empty(32, dtype=torch.float64)
     result[order] = halves.view(geometry.dtype).double()
     return result
@@ -298,7 +312,9 @@ def value_of_e4m3(byte: int) -> float:
 
 SPECIAL = pytest.param(
     "special",
-    marks=pytest.mark.xfail(strict=True, reason="bytes of block scales that are NaN, -0 or negative are decoded as other numbers"),
+    marks=pytest.mark.xfail(
+        strict=True, reason="bytes of block scales that are NaN, -0 or negative are decoded as other numbers"
+    ),
 )
 
 
