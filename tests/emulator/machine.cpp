@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -41,7 +42,16 @@ struct Fiber : Thread {
   std::vector<size_t> groups;  // copies up to the end of each group
 };
 
+// For each warp of a block, up to when this one knows its accesses.
+struct Clock {
+  u32 of[32] = {};
+  void join(const Clock& other) {
+    for (int i = 0; i < 32; i++) of[i] = std::max(of[i], other.of[i]);
+  }
+};
+
 struct Warp {
+  Clock clock;
   Block* block;
   int number;
   Fiber threads[32];
@@ -64,6 +74,12 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<u8> shared;
   int arrived[16] = {};
+  struct Word {
+    u32 writer, written, readers, read[32];  // the last write; a mask of the warps that have read it; times
+  };
+  std::unique_ptr<Word[], void (*)(void*)> words{nullptr, free};
+  std::map<u32, Clock> released;
+  Clock barriers[16];
   u64 version = 0;  // of shared memory through which warps tell each other
   bool lets_next = false;
   std::vector<std::pair<u32*, u32>> late_stores;  // relaxed stores that other blocks do not see yet
@@ -72,6 +88,7 @@ struct Block {
 constexpr size_t STACK = 64 << 10;
 constexpr int IDLE_TURNS =
     12;  // a warp that only looked for so long, while nothing changed, sleeps until something does
+constexpr u64 MOST_TURNS = 50'000'000;
 constexpr int SILENT_ROUNDS = 100;  // rounds of all warps in which nothing changed: a hang
 
 struct Machine {
@@ -169,11 +186,13 @@ void start(Started& launch) {
   block->running = l.threads;
   block->shared.resize(l.shared_bytes);
   for (u8& byte : block->shared) byte = (u8)random();
+  block->words.reset((Block::Word*)calloc(l.shared_bytes / 4 + 1, sizeof(Block::Word)));
   block->warps.resize(l.threads / 32);
   for (size_t w = 0; w < block->warps.size(); w++) {
     Warp& warp = block->warps[w];
     warp.block = block.get();
     warp.number = (int)w;
+    warp.clock.of[w] = 1;
     for (int i = 0; i < 32; i++) {
       Fiber& thread = warp.threads[i];
       thread.warp = &warp;
@@ -312,6 +331,7 @@ void run() {
     if (machine->order.freeze && random() % 64 == 0) freeze();
     Block& block = *machine->blocks[random() % machine->blocks.size()];
     if (!block.late_stores.empty() && random() % 4 == 0) deliver_to(block, random() % block.late_stores.size());
+    if (machine->turns > MOST_TURNS) machine->error = "turns without end" + waiting(), machine->hung = true;
     Warp* warp = pick();
     if (!warp) {
       silent = machine->changes == changes ? silent + 1 : 0;
@@ -441,15 +461,21 @@ void meet(Meeting meeting, const char* what, Line line) {
 void wait_barrier(int id, int threads, Line line) {
   Block& block = *fiber().warp->block;
   fiber().what = id ? "named_barrier" : "__syncthreads", fiber().line = line;
+  Clock& clock = block.barriers[id];
+  clock.join(fiber().warp->clock);
   if (++block.arrived[id] < threads) {
     fiber().barrier = id;
     fiber().warp->ready &= ~(1u << self->lane);
     return stop();
   }
   block.arrived[id] = 0;
-  for (Warp& warp : block.warps)
+  auto pass = [&](Warp& warp) { warp.clock.join(clock), warp.clock.of[warp.number]++; };
+  for (Warp& warp : block.warps) {
     for (Fiber& thread : warp.threads)
-      if (thread.barrier == id) thread.barrier = -1, warp.ready |= 1u << thread.lane;
+      if (thread.barrier == id) thread.barrier = -1, warp.ready |= 1u << thread.lane, pass(warp);
+  }
+  pass(*fiber().warp);
+  clock = {};
   changed(false);
 }
 
@@ -470,14 +496,44 @@ void deliver() {
   while (!block.late_stores.empty()) deliver_to(block, 0);
 }
 
-u8* shared(u32 at, int bytes, const char* what, Line line) {
-  std::vector<u8>& memory = fiber().warp->block->shared;
-  if (at % bytes == 0 && (u64)at + bytes <= memory.size()) return memory.data() + at;
-  fail((std::string(what) + " of shared memory at byte " + std::to_string(at)).c_str(), line);
+u8* shared(u32 at, int bytes, Access access, const char* what, Line line) {
+  Warp& warp = *fiber().warp;
+  Block& block = *warp.block;
+  if (at % bytes || (u64)at + bytes > block.shared.size())
+    fail((std::string(what) + " of shared memory at byte " + std::to_string(at)).c_str(), line);
+  const u32 me = warp.number, *known = warp.clock.of;
+  if (!machine->order.races) access = SYNCHRONIZE;
+  for (u32 i = at / 4; access != SYNCHRONIZE && i < (at + bytes + 3) / 4; i++) {
+    Block::Word& word = block.words[i];
+    bool race = access != WRITE_PART && word.written > known[word.writer];
+    if (access == READ) {
+      word.readers |= 1u << me, word.read[me] = known[me];
+    } else {
+      for (u32 left = word.readers & ~(1u << me); left; left &= left - 1) {
+        const int reader = __builtin_ctz(left);
+        race |= word.read[reader] > known[reader];
+      }
+      word.writer = me, word.written = known[me], word.readers = 0;
+    }
+    if (race) fail((std::string("a race: ") + what + " of shared memory at byte " + std::to_string(at)).c_str(), line);
+  }
+  return block.shared.data() + at;
 }
 
+void release(u32 at) {
+  Warp& warp = *fiber().warp;
+  warp.block->released[at].join(warp.clock);
+  warp.clock.of[warp.number]++;
+}
+
+void acquire(u32 at) { fiber().warp->clock.join(fiber().warp->block->released[at]); }
+
 void add_copy(u32 to, const u8* from, int bytes, Line line) {
-  u8* there = shared(to, bytes, "copy", line);
+  u8* there = shared(to, bytes, WRITE, "copy", line);
+  const Launch& launch = fiber().warp->block->launch->launch;
+  auto within = [&](const Range& range) { return from >= range.begin && from + bytes <= range.begin + range.bytes; };
+  if (from && launch.ranges && !std::any_of(launch.readable, launch.readable + launch.ranges, within))
+    fail("a copy from outside of the layer's tensors", line);
   if ((u64)from % bytes) fail("a copy from an address that is no multiple of its bytes", line);
   for (int i = 0; i < bytes; i += 4) *(u32*)(there + i) = (u32)random();
   fiber().copies.push_back({to, from, bytes});
@@ -583,9 +639,4 @@ extern "C" int emulator_run(const emulator::Launch* launches, int count, const e
   for (auto& block : here.blocks) free_stacks(*block);
   snprintf(message, size, "%s", here.error.c_str());
   return here.error.empty() ? 0 : here.hung ? 1 : 2;
-}
-
-extern "C" void emulator_fma_bf16(const unsigned short* operands, unsigned short* results, int count) {
-  for (int i = 0; i < count; i++)
-    results[i] = emulator::fma_bf16(operands[3 * i], operands[3 * i + 1], operands[3 * i + 2]);
 }

@@ -24,14 +24,21 @@ struct Order {
   int apart;       // 0: threads of a warp read what others write at once, else each of them one in so many times late
   int freeze;      // most turns for which a warp, a block or all other blocks stand still; 0: none does
   int late;        // most turns after which a free multiprocessor takes a block; 0: at once
+  int races;       // accesses of different warps to shared memory that nothing orders are a fault
   int clock_runs;  // a launch that waits forever sees the time pass, and may stop itself
+};
+
+struct Range {
+  const u8* begin;
+  u64 bytes;
 };
 
 struct Launch {
   void (*kernel)(const void*, const void*);
   const void *layer, *call;
   int blocks, threads, shared_bytes;
-  int stream;  // launches of a stream follow each other, as with programmatic stream serialization
+  const Range* readable;  // what cp.async may read
+  int ranges, stream;     // launches of a stream follow each other, as with programmatic stream serialization
 };
 
 enum Meeting { SYNC, SHUFFLE, BALLOT, MATCH, MMA_BF16, MMA_F16 };
@@ -54,7 +61,12 @@ void wait_barrier(int id, int threads, Line line);        // waits for other thr
 void changed(bool everywhere);        // a word was written that others wait for: in this block or everywhere
 void store_late(u32* at, u32 value);  // a relaxed store
 void deliver();                       // this block's relaxed stores are seen by all
-u8* shared(u32 at, int bytes, const char* what, Line line);  // checks bounds and alignment
+// Shared memory of the thread's block. Checks bounds, alignment, and that another warp's accesses lie before or behind:
+// a barrier, or a release and an acquire, must lie between a write and another access.
+enum Access { READ, WRITE, WRITE_PART, SYNCHRONIZE };
+u8* shared(u32 at, int bytes, Access access, const char* what, Line line);
+void release(u32 at);  // what the warp did until here lies before what others do behind an acquire
+void acquire(u32 at);
 void add_copy(u32 to, const u8* from, int bytes,
               Line line);  // cp.async; the destination is garbage until it is waited for
 void commit_copies();

@@ -161,27 +161,34 @@ struct MBarrier {
   static constexpr u16 MARK = 0xba44;
 };
 inline MBarrier& mbarrier(u32 at, const char* what, emulator::Line line) {
-  MBarrier& found = *(MBarrier*)emulator::shared(at, 8, what, line);
+  MBarrier& found = *(MBarrier*)emulator::shared(at, 8, emulator::SYNCHRONIZE, what, line);
   if (found.mark != MBarrier::MARK) emulator::fail("an mbarrier that nobody has initialized", line);
   return found;
 }
 inline void barrier_init(u32 barrier, int arrivals, emulator::Line line = {}) {
-  *(MBarrier*)emulator::shared(barrier, 8, "barrier_init", line) = {MBarrier::MARK, 0, (u16)arrivals, (u16)arrivals};
+  *(MBarrier*)emulator::shared(barrier, 8, emulator::SYNCHRONIZE, "barrier_init", line) = {
+      MBarrier::MARK, 0, (u16)arrivals, (u16)arrivals};
   emulator::changed(false);
 }
 inline void barrier_arrive(u32 barrier, emulator::Line line = {}) {
   emulator::look("barrier_arrive", line);
   MBarrier& b = mbarrier(barrier, "barrier_arrive", line);
+  emulator::release(barrier);
   if (!--b.left) b.phase++, b.left = b.arrivals;
   emulator::changed(false);
 }
+inline bool barrier_passed(u32 barrier, u32 parity, const char* what, emulator::Line line) {
+  if ((mbarrier(barrier, what, line).phase & 1) == parity) return false;
+  emulator::acquire(barrier);
+  return true;
+}
 inline bool barrier_try_wait(u32 barrier, u32 parity, emulator::Line line = {}) {
   emulator::look("barrier_try_wait", line);
-  return (mbarrier(barrier, "barrier_try_wait", line).phase & 1) != parity;
+  return barrier_passed(barrier, parity, "barrier_try_wait", line);
 }
 inline void barrier_wait(u32 barrier, u32 parity, emulator::Line line = {}) {
   emulator::look("barrier_wait", line);
-  while ((mbarrier(barrier, "barrier_wait", line).phase & 1) == parity) emulator::wait_turn("barrier_wait", line);
+  while (!barrier_passed(barrier, parity, "barrier_wait", line)) emulator::wait_turn("barrier_wait", line);
 }
 
 // ---- copies from global to shared memory
@@ -202,35 +209,51 @@ inline void copy_wait() {
 
 // ---- shared memory
 template <class T>
-inline T& in_shared(u32 at, const char* what, emulator::Line line) {
-  return *(T*)emulator::shared(at, sizeof(T), what, line);
+inline T& in_shared(u32 at, emulator::Access access, const char* what, emulator::Line line) {
+  return *(T*)emulator::shared(at, sizeof(T), access, what, line);
 }
-inline uint4 load_shared_16(u32 at, emulator::Line line = {}) { return in_shared<uint4>(at, "load_shared_16", line); }
-inline uint2 load_shared_8(u32 at, emulator::Line line = {}) { return in_shared<uint2>(at, "load_shared_8", line); }
-inline u32 load_shared(u32 at, emulator::Line line = {}) { return in_shared<u32>(at, "load_shared", line); }
-inline u32 load_shared_u16(u32 at, emulator::Line line = {}) { return in_shared<u16>(at, "load_shared_u16", line); }
-inline u32 load_shared_u8(u32 at, emulator::Line line = {}) { return in_shared<u8>(at, "load_shared_u8", line); }
+inline uint4 load_shared_16(u32 at, emulator::Line line = {}) {
+  return in_shared<uint4>(at, emulator::READ, "load_shared_16", line);
+}
+inline uint2 load_shared_8(u32 at, emulator::Line line = {}) {
+  return in_shared<uint2>(at, emulator::READ, "load_shared_8", line);
+}
+inline u32 load_shared(u32 at, emulator::Line line = {}) {
+  return in_shared<u32>(at, emulator::READ, "load_shared", line);
+}
+inline u32 load_shared_u16(u32 at, emulator::Line line = {}) {
+  return in_shared<u16>(at, emulator::READ, "load_shared_u16", line);
+}
+inline u32 load_shared_u8(u32 at, emulator::Line line = {}) {
+  return in_shared<u8>(at, emulator::READ, "load_shared_u8", line);
+}
 inline float load_shared_float(u32 at, emulator::Line line = {}) {
-  return in_shared<float>(at, "load_shared_float", line);
+  return in_shared<float>(at, emulator::READ, "load_shared_float", line);
 }
 inline void store_shared_16(u32 at, u32 x, u32 y, u32 z, u32 w, emulator::Line line = {}) {
-  in_shared<uint4>(at, "store_shared_16", line) = {x, y, z, w};
+  in_shared<uint4>(at, emulator::WRITE, "store_shared_16", line) = {x, y, z, w};
 }
-inline void store_shared(u32 at, u32 v, emulator::Line line = {}) { in_shared<u32>(at, "store_shared", line) = v; }
+inline void store_shared(u32 at, u32 v, emulator::Line line = {}) {
+  in_shared<u32>(at, emulator::WRITE, "store_shared", line) = v;
+}
 inline void store_shared_u16(u32 at, u16 v, emulator::Line line = {}) {
-  in_shared<u16>(at, "store_shared_u16", line) = v;
+  in_shared<u16>(at, emulator::WRITE_PART, "store_shared_u16", line) = v;
 }
 inline void store_shared_float(u32 at, float v, emulator::Line line = {}) {
-  in_shared<float>(at, "store_shared_float", line) = v;
+  in_shared<float>(at, emulator::WRITE, "store_shared_float", line) = v;
 }
-inline void or_shared(u32 at, u32 bits, emulator::Line line = {}) { in_shared<u32>(at, "or_shared", line) |= bits; }
+inline void or_shared(u32 at, u32 bits, emulator::Line line = {}) {
+  in_shared<u32>(at, emulator::WRITE_PART, "or_shared", line) |= bits;
+}
 inline u32 acquire_shared(u32 at, emulator::Line line = {}) {
   emulator::look("acquire_shared", line);
-  return in_shared<u32>(at, "acquire_shared", line);
+  emulator::acquire(at);
+  return in_shared<u32>(at, emulator::SYNCHRONIZE, "acquire_shared", line);
 }
 inline void release_shared(u32 at, u32 v, emulator::Line line = {}) {
   emulator::look("release_shared", line);
-  in_shared<u32>(at, "release_shared", line) = v;
+  emulator::release(at);
+  in_shared<u32>(at, emulator::SYNCHRONIZE, "release_shared", line) = v;
   emulator::changed(false);
 }
 

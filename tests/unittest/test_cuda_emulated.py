@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import random
+import struct
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -142,6 +145,16 @@ def test_launches_of_two_streams(name: str) -> None:
             assert distance(result, expected(geometry, tokens)) < BOUND, (machine.order, tokens)
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_routes_of_other_types(tokens: int) -> None:
+    """Ids of 64 bits and router weights in bfloat16."""
+    geometry = LAYERS["NVFP4 of two ranks"]
+    call = draw(geometry, tokens)
+    rounded = call._replace(router_weights=call.router_weights.bfloat16())
+    first = planned(geometry).run(rounded._replace(router_weights=rounded.router_weights.float()))
+    assert torch.equal(planned(geometry).run(rounded._replace(ids=call.ids.long())), first)
+
+
 @pytest.mark.parametrize("swizzled", [True, False])
 @pytest.mark.parametrize("name", ["NVFP4", "NVFP4 float16"])
 def test_input_that_arrives_quantized(name: str, swizzled: bool) -> None:
@@ -245,6 +258,11 @@ MISSING = {
     ),
     "barrier of factors": ("products.cuh", "named_barrier<1, WARPS * 32>();", ""),
     "wait for the launch ahead": ("layer.cu", "wait_for_launch_ahead();", ""),
+    "last column": (
+        "config.cuh",
+        "constexpr int BLOCKS1 = (STORED_HIDDEN + 127) / 128,",
+        "constexpr int BLOCKS1 = (STORED_HIDDEN + 127) / 128 + 64,",
+    ),
     "epoch": ("schedule.cuh", "b.workspace.epoch()[0] = epoch + 1;", ""),
 }
 
@@ -350,6 +368,53 @@ def test_every_code_and_scale_of_mxfp8() -> None:
             found = decoded(LAYERS["MXFP8"], codes, byte)
             exact = (values * 2.0 ** (byte - 127)).float().bfloat16().double()
             assert found.isnan().all() if byte == 255 else torch.equal(found[usable], exact[usable]), byte
+
+
+ARITHMETIC = """#include "ptx.cuh"
+extern "C" void arithmetic(const u32* a, u32* results) {
+  results[0] = fma_bf16x2(a[0], a[1], a[2]);
+  results[1] = mul_f16x2(a[0], a[1]);
+  results[2] = add_f16x2(a[0], a[1]);
+  results[3] = to_bf16(bits_of<float>(a[0])) | (u32)to_f16(bits_of<float>(a[0])) << 16;
+}
+"""
+
+
+def test_arithmetic_of_the_emulator() -> None:
+    """Pairs of 16-bit numbers, subnormal ones and those of any size, against fractions; conversions against PyTorch."""
+    arithmetic = emulator.loaded(emulator.library({"ptx.cuh": ""}, ARITHMETIC)).arithmetic
+    drawn, results = random.Random(0), (ctypes.c_uint32 * 4)()
+
+    def value(bits: int, dtype: torch.dtype) -> float:
+        return float(torch.tensor([bits], dtype=torch.uint16).view(dtype))
+
+    def nearest(exact: Fraction, dtype: torch.dtype) -> set[int]:
+        """Return the bits of the nearest number that is even, found among neighbors. Both zeros are alike."""
+        close = torch.tensor([float(exact)], dtype=torch.float64).to(dtype).view(torch.int16).item() & 0xFFFF
+        near = [bits for bits in (close - 1, close, close + 1) if 0 <= bits < 0x10000 and math.isfinite(value(bits, dtype))]
+        found = min(near, key=lambda bits: (abs(Fraction(value(bits, dtype)) - exact), bits & 1))
+        return {found, found ^ 0x8000} if found & 0x7FFF == 0 else {found}
+
+    checked = 0
+    for number in range(3000):
+        small = number % 2  # exponents close to each other, or any
+        a, b, c = (drawn.getrandbits(16) & (0x8FFF if small else 0xFFFF) | (0x3000 if small else 0) for _ in range(3))
+        arithmetic((ctypes.c_uint32 * 3)(a, b, c), results)
+        x, y, z = (value(bits, BF16) for bits in (a, b, c))
+        if all(map(math.isfinite, (x, y, z))) and abs(x * y + z) < 3e38:
+            assert results[0] & 0xFFFF in nearest(Fraction(x) * Fraction(y) + Fraction(z), BF16), (a, b, c)
+            checked += 1
+        x, y = value(a, F16), value(b, F16)
+        if math.isfinite(x) and math.isfinite(y):
+            for result, exact in ((results[1], Fraction(x) * Fraction(y)), (results[2], Fraction(x) + Fraction(y))):
+                if abs(exact) < 65504:
+                    assert result & 0xFFFF in nearest(exact, F16), (a, b)
+    assert checked > 1500
+    for value_ in (0.0, -0.0, 1 / 3, 1e-7, -6e-8, 65519.9, 65520.0, 3.4e38, 1e-40, math.inf, math.nan):
+        arithmetic((ctypes.c_uint32 * 3)(*struct.unpack("I", struct.pack("f", value_)), 0, 0), results)
+        for dtype, bits in ((BF16, results[3] & 0xFFFF), (F16, results[3] >> 16)):
+            expected_ = torch.tensor([value_]).to(dtype).view(torch.int16).item() & 0xFFFF
+            assert bits == (0x7FFF if math.isnan(value_) else expected_), (value_, dtype)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
