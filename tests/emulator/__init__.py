@@ -70,7 +70,12 @@ class Order:
         """Return the order of a seed: 0 is uniform; others have bursts, frozen warps or blocks, late blocks, threads apart."""
         if not seed:
             return cls(0, resident)
-        turns = {"burst": (1, 1, 8, 64), "apart": (0, 2, 4), "freeze": (0, 300, 3000, 30000), "late": (0, 300, 30000)}
+        turns: dict[str, Any] = {
+            "burst": (1, 1, 8, 64),
+            "apart": (0, 2, 4),
+            "freeze": (0, 300, 3000, 30000),
+            "late": (0, 300, 30000),
+        }
         drawn = Random(seed)
         return cls(seed, resident, races=seed % 4 == 1, **{name: drawn.choice(values) for name, values in turns.items()})
 
@@ -155,7 +160,8 @@ class Machine:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run the launches of the block at its end: those of a stream one after the other, as soon as the kernel lets them."""
-        self._waiting = waiting = []
+        waiting: list[tuple[_Launch, Any]] = []
+        self._waiting = waiting
         try:
             yield
         finally:
