@@ -425,6 +425,16 @@ def test_arithmetic_of_the_emulator() -> None:
             assert bits == (0x7FFF if math.isnan(value_) else expected_), (value_, dtype)
 
 
+def test_every_instruction_is_emulated() -> None:
+    """The two files have the same functions."""
+    names = re.compile(r"^(?:DEVICE|inline) [\w ]+?[ &*]+(\w+)\(", re.M)
+    kernel, emulated = (
+        set(names.findall(text)) for text in (variant.sources()["ptx.cuh"], (emulator.FOLDER / "ptx.cuh").read_text())
+    )
+    assert len(kernel) > 35
+    assert kernel - emulated - {"time_in_ms"} == set()
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler: no-such-compiler is not installed"):
