@@ -16,7 +16,15 @@ os.environ.setdefault("TRTLLM_B12X_CROSSOVER", "64")
 
 
 LONGEST = (
-    *("test_payload", "test_tritons", "test_start", "test_triton_compiled", "test_warmup", "test_triton_numbers"),
+    *(
+        "test_cuda_emulated",
+        "test_payload",
+        "test_tritons",
+        "test_start",
+        "test_triton_compiled",
+        "test_warmup",
+        "test_triton_numbers",
+    ),
     *("test_calls", "test_promotion", "test_b12x", "test_exports", "test_format_numbers", "test_distributed"),
 )
 """Files that start first: a worker takes whole files, and one that begins late leaves the other worker idle."""

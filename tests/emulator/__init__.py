@@ -1,7 +1,7 @@
 """Run the one-launch CUDA kernel on a CPU: its own source, compiled by g++, with one fiber for each CUDA thread.
 
-``ptx.cuh`` replaces the file of the kernel that has all instructions. ``machine.cpp`` schedules the threads, and ``Order`` says how
-it draws whose turn it is. ``kernel_on_cpu`` returns the package's own ``CudaKernel`` whose launches run here.
+``ptx.cuh`` replaces the file of the kernel that has all instructions. ``machine.cpp`` schedules the threads, and ``Order`` says
+how it draws whose turn it is. ``kernel_on_cpu`` returns the package's own ``CudaKernel`` whose launches run here.
 """
 
 from __future__ import annotations
@@ -60,32 +60,39 @@ class Order:
     """Most turns for which a warp, a block or all other blocks stand still; 0: none does."""
     late: int = 0
     """Most turns after which a free multiprocessor takes a block; 0: at once."""
+    races: bool = True
+    """Accesses of different warps to shared memory that nothing orders are a fault: a fifth of the time."""
     clock_runs: bool = False
     """Time passes for launches that wait forever, so that they stop themselves."""
 
     @classmethod
     def drawn(cls, seed: int, resident: int = 8) -> Order:
         """Return the order of a seed: 0 is uniform; others have bursts, frozen warps or blocks, late blocks, threads apart."""
-        drawn = Random(seed)
         if not seed:
             return cls(0, resident)
-        return cls(
-            seed, resident, drawn.choice((1, 1, 8, 64)), drawn.choice((0, 2, 4)), drawn.choice((0, 300, 3000, 30000)),
-            drawn.choice((0, 300, 30000)),
-        )  # fmt: skip
+        turns: dict[str, Any] = {
+            "burst": (1, 1, 8, 64),
+            "apart": (0, 2, 4),
+            "freeze": (0, 300, 3000, 30000),
+            "late": (0, 300, 30000),
+        }
+        drawn = Random(seed)
+        return cls(seed, resident, races=seed % 4 == 1, **{name: drawn.choice(values) for name, values in turns.items()})
 
 
 class _Order(ctypes.Structure):
     _fields_ = [
         ("seed", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("resident", "burst", "apart", "freeze", "late", "clock_runs")),
+        *((name, ctypes.c_int) for name in ("resident", "burst", "apart", "freeze", "late", "races", "clock_runs")),
     ]
 
 
 class _Launch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("kernel", "layer", "call")),
-        *((name, ctypes.c_int) for name in ("blocks", "threads", "shared_bytes", "stream")),
+        *((name, ctypes.c_int) for name in ("blocks", "threads", "shared_bytes")),
+        ("readable", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("ranges", "stream")),
     ]
 
 
@@ -153,7 +160,8 @@ class Machine:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run the launches of the block at its end: those of a stream one after the other, as soon as the kernel lets them."""
-        self._waiting = waiting = []
+        waiting: list[tuple[_Launch, Any]] = []
+        self._waiting = waiting
         try:
             yield
         finally:
@@ -182,6 +190,8 @@ class Function:
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self._files = files
+        self.readable: Any = None
+        """Addresses and sizes that copies may read; None: all."""
 
     def begin(self) -> None:
         library(self._files)
@@ -197,8 +207,10 @@ class Function:
         def launch(stream: int, *values: int) -> None:
             call = ctypes.create_string_buffer(record.pack(*values), record.size)
             kernel = ctypes.cast(self._library.emulator_start, ctypes.c_void_p).value
-            sizes = blocks, self.constant("threads"), self.constant("shared_bytes"), stream
-            machine.launch(_Launch(kernel, ctypes.addressof(layer), ctypes.addressof(call), *sizes), (layer, call))
+            ranges = self.readable if self.readable is not None else (ctypes.c_uint64 * 0)()
+            sizes = blocks, self.constant("threads"), self.constant("shared_bytes")
+            records = kernel, ctypes.addressof(layer), ctypes.addressof(call)
+            machine.launch(_Launch(*records, *sizes, ctypes.addressof(ranges), len(ranges) // 2, stream), (layer, call, ranges))
 
         return launch
 
@@ -233,7 +245,16 @@ def kernel_on_cpu(
     functions: dict[int, Any] = {each.tokens: Function({**each.files(), **(changed or {})}) for each in kernel.variants()}
     kernel._plan = LaunchPlan(functions, _Sizes(functions))
     kernel.bind(weights, first_expert)
+    ranges = [number for tensor in kernel._tensors for number in (tensor.data_ptr(), tensor.nbytes)]
+    for function in functions.values():
+        function.readable = (ctypes.c_uint64 * len(ranges))(*ranges)
     return kernel
+
+
+def begin(kernel: CudaKernel, tokens: int) -> None:
+    """Begin to compile what a call of so many tokens needs."""
+    functions: dict[int, Any] = kernel._plan.functions
+    next(function for size, function in functions.items() if size >= tokens).begin()
 
 
 def stand_in(patch: Any) -> None:

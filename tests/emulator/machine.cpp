@@ -5,10 +5,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <set>
+#include <string>
+#include <vector>
 
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -20,9 +23,72 @@ Thread* self;
 
 namespace {
 
+struct Copy {
+  u32 to;
+  const u8* from;  // null: zeros
+  int bytes;
+};
+struct Warp;
+struct Block;
+
+struct Fiber : Thread {
+  void* stack_pointer;
+  u8* stack;
+  Warp* warp;
+  const char* what = "begin";  // what it waits for or does, and where
+  Line line;
+  int barrier = -1;  // number of the block's barrier that it waits for
+  std::vector<Copy> copies;
+  std::vector<size_t> groups;  // copies up to the end of each group
+};
+
+// For each warp of a block, up to when this one knows its accesses.
+struct Clock {
+  u32 of[32] = {};
+  void join(const Clock& other) {
+    for (int i = 0; i < 32; i++) of[i] = std::max(of[i], other.of[i]);
+  }
+};
+
+struct Warp {
+  Clock clock;
+  Block* block;
+  int number;
+  Fiber threads[32];
+  u32 ready = ~0u, ended = 0, arrived = 0;
+  Meeting meeting;
+  bool changed = false;  // in this turn it did more than look
+  int idle = 0;          // turns without, while nobody else changed a thing either
+  u64 seen = 0, frozen_until = 0;
+};
+
+struct Started {
+  Launch launch;
+  Started* ahead;  // in its stream
+  int begun = 0, ended = 0, let_next = 0;
+};
+
+struct Block {
+  Started* launch;
+  int number, running;
+  std::vector<Warp> warps;
+  std::vector<u8> shared;
+  int arrived[16] = {};
+  struct Word {
+    u32 writer, written, readers, read[32];  // the last write; a mask of the warps that have read it; times
+  };
+  std::unique_ptr<Word[], void (*)(void*)> words{nullptr, free};
+  std::map<u32, Clock> released;
+  Clock barriers[16];
+  u64 version = 0;  // of shared memory through which warps tell each other
+  bool lets_next = false;
+  std::vector<std::pair<u32*, u32>> late_stores;  // relaxed stores that other blocks do not see yet
+};
+
 constexpr size_t STACK = 64 << 10;
 constexpr int IDLE_TURNS =
     12;  // a warp that only looked for so long, while nothing changed, sleeps until something does
+constexpr u64 MOST_TURNS = 50'000'000;
 constexpr int SILENT_ROUNDS = 100;  // rounds of all warps in which nothing changed: a hang
 
 struct Machine {
@@ -37,6 +103,7 @@ struct Machine {
   u32 time = 0;
 };
 Machine* machine;
+Fiber& fiber() { return *(Fiber*)self; }
 std::vector<u8*> stacks;  // not in use
 
 // ---- fibers
@@ -98,14 +165,14 @@ u8* take_stack() {
 }
 
 void run_thread() {
-  const Launch& launch = self->warp->block->launch->launch;
+  const Launch& launch = fiber().warp->block->launch->launch;
   launch.kernel(launch.layer, launch.call);
-  Warp& warp = *self->warp;
-  if (!self->copies.empty()) fail("a thread ends before its copies have arrived");
+  Warp& warp = *fiber().warp;
+  if (!fiber().copies.empty()) fail("a thread ends before its copies have arrived", fiber().line);
   warp.ready &= ~(1u << self->lane);
   warp.ended |= 1u << self->lane;
   warp.block->running--;
-  self->what = "ended";
+  fiber().what = "ended";
   machine->changes++, warp.block->version++;
   stop();
 }
@@ -119,16 +186,22 @@ void start(Started& launch) {
   block->running = l.threads;
   block->shared.resize(l.shared_bytes);
   for (u8& byte : block->shared) byte = (u8)random();
+  block->words.reset((Block::Word*)calloc(l.shared_bytes / 4 + 1, sizeof(Block::Word)));
   block->warps.resize(l.threads / 32);
   for (size_t w = 0; w < block->warps.size(); w++) {
     Warp& warp = block->warps[w];
     warp.block = block.get();
     warp.number = (int)w;
+    warp.clock.of[w] = 1;
     for (int i = 0; i < 32; i++) {
-      Thread& thread = warp.threads[i];
+      Fiber& thread = warp.threads[i];
       thread.warp = &warp;
-      thread.number = (int)w * 32 + i;
+      thread.number = (u32)w * 32 + i;
       thread.lane = i;
+      thread.block = block->number;
+      thread.blocks = l.blocks;
+      thread.threads = l.threads;
+      thread.memory = block->shared.data();
       thread.stack = take_stack();
       thread.stack_pointer = begin_at(thread.stack, run_thread);
     }
@@ -146,7 +219,7 @@ void deliver_to(Block& block, size_t i) {
 
 void free_stacks(Block& block) {
   for (Warp& warp : block.warps)
-    for (Thread& thread : warp.threads) stacks.push_back(thread.stack);
+    for (Fiber& thread : warp.threads) stacks.push_back(thread.stack);
 }
 
 void end(Block& block) {
@@ -211,7 +284,7 @@ void turn(Warp& warp) {
   warp.changed = false;
   const u32 first = random() % 32, step = random() % 2 ? 1 : 31;
   for (u32 i = 0; i < 32; i++) {
-    Thread& thread = warp.threads[(first + i * step) % 32];
+    Fiber& thread = warp.threads[(first + i * step) % 32];
     if (!(warp.ready >> thread.lane & 1)) continue;
     self = &thread;
     emulator_switch(&machine->scheduler, thread.stack_pointer);
@@ -229,7 +302,7 @@ std::string waiting() {
   for (auto& block : machine->blocks) {
     std::map<std::pair<std::string, int>, std::set<int>> places;
     for (Warp& warp : block->warps)
-      for (Thread& thread : warp.threads)
+      for (Fiber& thread : warp.threads)
         if (!(warp.ended >> thread.lane & 1)) {
           const std::string file = thread.line.file;
           places[{std::string(thread.what) + " (" + file.substr(file.rfind('/') + 1), thread.line.number}].insert(
@@ -258,6 +331,7 @@ void run() {
     if (machine->order.freeze && random() % 64 == 0) freeze();
     Block& block = *machine->blocks[random() % machine->blocks.size()];
     if (!block.late_stores.empty() && random() % 4 == 0) deliver_to(block, random() % block.late_stores.size());
+    if (machine->turns > MOST_TURNS) machine->error = "turns without end" + waiting(), machine->hung = true;
     Warp* warp = pick();
     if (!warp) {
       silent = machine->changes == changes ? silent + 1 : 0;
@@ -322,7 +396,7 @@ void finish_meeting(Warp& warp) {
   if (warp.meeting >= MMA_BF16) return multiply(warp, warp.meeting == MMA_F16);
   u32 votes = 0;
   for (int i = 0; i < 32; i++) votes |= (u32)(warp.threads[i].value != 0) << i;
-  for (Thread& thread : warp.threads) {
+  for (Fiber& thread : warp.threads) {
     if (warp.meeting == SHUFFLE) thread.result = warp.threads[thread.source].value;
     if (warp.meeting == BALLOT) thread.result = votes;
     if (warp.meeting != MATCH) continue;
@@ -333,12 +407,12 @@ void finish_meeting(Warp& warp) {
 
 void finish_copies(size_t count) {
   for (size_t i = 0; i < count; i++) {
-    const Copy& copy = self->copies[i];
-    u8* to = self->warp->block->shared.data() + copy.to;
+    const Copy& copy = fiber().copies[i];
+    u8* to = fiber().warp->block->shared.data() + copy.to;
     copy.from ? (void)memcpy(to, copy.from, copy.bytes) : (void)memset(to, 0, copy.bytes);
   }
-  self->copies.erase(self->copies.begin(), self->copies.begin() + count);
-  if (count) self->warp->changed = true;
+  fiber().copies.erase(fiber().copies.begin(), fiber().copies.begin() + count);
+  if (count) fiber().warp->changed = true;
 }
 
 }  // namespace
@@ -349,17 +423,18 @@ u64 random() {  // xorshift64*
   return s * 0x2545f4914f6cdd1dull >> 16;
 }
 
-void fail(const std::string& message) {
-  const Thread& t = *self;
-  machine->error = message + " (block " + std::to_string(t.warp->block->number) + ", warp " +
-                   std::to_string(t.warp->number) + ", lane " + std::to_string(t.lane) + ")";
+void fail(const char* message, Line line) {
+  const std::string file = line.file;
+  machine->error = std::string(message) + " at " + file.substr(file.rfind('/') + 1) + ":" +
+                   std::to_string(line.number) + " (block " + std::to_string(self->block) + ", warp " +
+                   std::to_string(fiber().warp->number) + ", lane " + std::to_string(self->lane) + ")";
   for (;;) stop();
 }
 
-void stop() { emulator_switch(&self->stack_pointer, machine->scheduler); }
+void stop() { emulator_switch(&fiber().stack_pointer, machine->scheduler); }
 
 void wait_turn(const char* what, Line line) {
-  self->what = what, self->line = line;
+  fiber().what = what, fiber().line = line;
   stop();
 }
 
@@ -369,10 +444,9 @@ void look(const char* what, Line line) {
 }
 
 void meet(Meeting meeting, const char* what, Line line) {
-  Warp& warp = *self->warp;
-  self->what = what, self->line = line;
-  if (warp.arrived && warp.meeting != meeting)
-    fail("threads of a warp meet in different functions, one in " + std::string(what));
+  Warp& warp = *fiber().warp;
+  fiber().what = what, fiber().line = line;
+  if (warp.arrived && warp.meeting != meeting) fail("threads of a warp meet in different functions", line);
   warp.meeting = meeting;
   warp.arrived |= 1u << self->lane;
   if (warp.arrived == ~0u) {
@@ -385,55 +459,90 @@ void meet(Meeting meeting, const char* what, Line line) {
 }
 
 void wait_barrier(int id, int threads, Line line) {
-  Block& block = *self->warp->block;
-  self->what = id ? "named_barrier" : "__syncthreads", self->line = line;
+  Block& block = *fiber().warp->block;
+  fiber().what = id ? "named_barrier" : "__syncthreads", fiber().line = line;
+  Clock& clock = block.barriers[id];
+  clock.join(fiber().warp->clock);
   if (++block.arrived[id] < threads) {
-    self->barrier = id;
-    self->warp->ready &= ~(1u << self->lane);
+    fiber().barrier = id;
+    fiber().warp->ready &= ~(1u << self->lane);
     return stop();
   }
   block.arrived[id] = 0;
-  for (Warp& warp : block.warps)
-    for (Thread& thread : warp.threads)
-      if (thread.barrier == id) thread.barrier = -1, warp.ready |= 1u << thread.lane;
+  auto pass = [&](Warp& warp) { warp.clock.join(clock), warp.clock.of[warp.number]++; };
+  for (Warp& warp : block.warps) {
+    for (Fiber& thread : warp.threads)
+      if (thread.barrier == id) thread.barrier = -1, warp.ready |= 1u << thread.lane, pass(warp);
+  }
+  pass(*fiber().warp);
+  clock = {};
   changed(false);
 }
 
 void changed(bool everywhere) {
-  self->warp->changed = true;
-  everywhere ? machine->version++ : self->warp->block->version++;
+  fiber().warp->changed = true;
+  everywhere ? machine->version++ : fiber().warp->block->version++;
 }
 
 void store_late(u32* at, u32 value) {
-  self->warp->changed = true;
-  auto& stores = self->warp->block->late_stores;
+  fiber().warp->changed = true;
+  auto& stores = fiber().warp->block->late_stores;
   auto same = std::find_if(stores.begin(), stores.end(), [&](auto& each) { return each.first == at; });
   same == stores.end() ? (void)stores.emplace_back(at, value) : (void)(same->second = value);
 }
 
 void deliver() {
-  Block& block = *self->warp->block;
+  Block& block = *fiber().warp->block;
   while (!block.late_stores.empty()) deliver_to(block, 0);
 }
 
-u8* shared(u32 at, int bytes, const char* what, Line line) {
-  std::vector<u8>& memory = self->warp->block->shared;
-  if (at % bytes == 0 && (u64)at + bytes <= memory.size()) return memory.data() + at;
-  fail(std::string(what) + " of shared memory at " + std::to_string(at) + ", " + line.file + ":" +
-       std::to_string(line.number));
+u8* shared(u32 at, int bytes, Access access, const char* what, Line line) {
+  Warp& warp = *fiber().warp;
+  Block& block = *warp.block;
+  if (at % bytes || (u64)at + bytes > block.shared.size())
+    fail((std::string(what) + " of shared memory at byte " + std::to_string(at)).c_str(), line);
+  const u32 me = warp.number, *known = warp.clock.of;
+  if (!machine->order.races) access = SYNCHRONIZE;
+  for (u32 i = at / 4; access != SYNCHRONIZE && i < (at + bytes + 3) / 4; i++) {
+    Block::Word& word = block.words[i];
+    bool race = access != WRITE_PART && word.written > known[word.writer];
+    if (access == READ) {
+      word.readers |= 1u << me, word.read[me] = known[me];
+    } else {
+      for (u32 left = word.readers & ~(1u << me); left; left &= left - 1) {
+        const int reader = __builtin_ctz(left);
+        race |= word.read[reader] > known[reader];
+      }
+      word.writer = me, word.written = known[me], word.readers = 0;
+    }
+    if (race) fail((std::string("a race: ") + what + " of shared memory at byte " + std::to_string(at)).c_str(), line);
+  }
+  return block.shared.data() + at;
 }
+
+void release(u32 at) {
+  Warp& warp = *fiber().warp;
+  warp.block->released[at].join(warp.clock);
+  warp.clock.of[warp.number]++;
+}
+
+void acquire(u32 at) { fiber().warp->clock.join(fiber().warp->block->released[at]); }
 
 void add_copy(u32 to, const u8* from, int bytes, Line line) {
-  u8* there = shared(to, bytes, "copy", line);
-  if ((u64)from % bytes) fail("a copy from an address that is no multiple of its " + std::to_string(bytes) + " bytes");
+  u8* there = shared(to, bytes, WRITE, "copy", line);
+  const Launch& launch = fiber().warp->block->launch->launch;
+  auto within = [&](const Range& range) { return from >= range.begin && from + bytes <= range.begin + range.bytes; };
+  if (from && launch.ranges && !std::any_of(launch.readable, launch.readable + launch.ranges, within))
+    fail("a copy from outside of the layer's tensors", line);
+  if ((u64)from % bytes) fail("a copy from an address that is no multiple of its bytes", line);
   for (int i = 0; i < bytes; i += 4) *(u32*)(there + i) = (u32)random();
-  self->copies.push_back({to, from, bytes});
+  fiber().copies.push_back({to, from, bytes});
 }
 
-void commit_copies() { self->groups.push_back(self->copies.size()); }
+void commit_copies() { fiber().groups.push_back(fiber().copies.size()); }
 
-void wait_copies(size_t pending) {
-  auto& groups = self->groups;
+void wait_copies(u32 pending) {
+  auto& groups = fiber().groups;
   if (groups.size() <= pending) return;
   const size_t done = groups.size() - pending, count = groups[done - 1];
   groups.erase(groups.begin(), groups.begin() + done);
@@ -442,12 +551,12 @@ void wait_copies(size_t pending) {
 }
 
 bool launch_ahead_ended() {
-  const Started* ahead = self->warp->block->launch->ahead;
+  const Started* ahead = fiber().warp->block->launch->ahead;
   return !ahead || ahead->ended == ahead->launch.blocks;
 }
 
 void let_next() {
-  Block& block = *self->warp->block;
+  Block& block = *fiber().warp->block;
   if (!block.lets_next) block.lets_next = true, block.launch->let_next++, machine->changes++;
 }
 
@@ -530,9 +639,4 @@ extern "C" int emulator_run(const emulator::Launch* launches, int count, const e
   for (auto& block : here.blocks) free_stacks(*block);
   snprintf(message, size, "%s", here.error.c_str());
   return here.error.empty() ? 0 : here.hung ? 1 : 2;
-}
-
-extern "C" void emulator_fma_bf16(const unsigned short* operands, unsigned short* results, int count) {
-  for (int i = 0; i < count; i++)
-    results[i] = emulator::fma_bf16(operands[3 * i], operands[3 * i + 1], operands[3 * i + 2]);
 }

@@ -2,11 +2,6 @@
 // `ptx.cuh` is the kernel's view of it, `machine.cpp` the machine. Threads of a warp meet where a warp must be
 // together; elsewhere each runs on its own.
 #pragma once
-#include <cstddef>
-#include <cstdint>
-#include <string>
-#include <vector>
-
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -29,71 +24,34 @@ struct Order {
   int apart;       // 0: threads of a warp read what others write at once, else each of them one in so many times late
   int freeze;      // most turns for which a warp, a block or all other blocks stand still; 0: none does
   int late;        // most turns after which a free multiprocessor takes a block; 0: at once
+  int races;       // accesses of different warps to shared memory that nothing orders are a fault
   int clock_runs;  // a launch that waits forever sees the time pass, and may stop itself
+};
+
+struct Range {
+  const u8* begin;
+  u64 bytes;
 };
 
 struct Launch {
   void (*kernel)(const void*, const void*);
   const void *layer, *call;
   int blocks, threads, shared_bytes;
-  int stream;  // launches of a stream follow each other, as with programmatic stream serialization
-};
-
-struct Copy {
-  u32 to;
-  const u8* from;  // null: zeros
-  int bytes;
+  const Range* readable;  // what cp.async may read
+  int ranges, stream;     // launches of a stream follow each other, as with programmatic stream serialization
 };
 
 enum Meeting { SYNC, SHUFFLE, BALLOT, MATCH, MMA_BF16, MMA_F16 };
-struct Warp;
-struct Block;
-struct Started;
 
+// What the kernel sees of the thread that runs.
 struct Thread {
-  void* stack_pointer;
-  u8* stack;
-  Warp* warp;
-  int number, lane;
-  const char* what = "begin";  // what it waits for or does, and where
-  Line line;
-  int barrier = -1;  // number of the block's barrier that it waits for
+  u32 number, lane, block, blocks, threads;
+  u8* memory;  // shared memory of the block
   // For a meeting: a value and the lane to read, its result; operands of mma.
   u32 value, source, result, operands[6];
   float* sums;
-  std::vector<Copy> copies;
-  std::vector<size_t> groups;  // copies up to the end of each group
 };
-
-struct Warp {
-  Block* block;
-  int number;
-  Thread threads[32];
-  u32 ready = ~0u, ended = 0, arrived = 0;
-  Meeting meeting;
-  bool changed = false;  // in this turn it did more than look
-  int idle = 0;          // turns without, while nobody else changed a thing either
-  u64 seen = 0, frozen_until = 0;
-};
-
-struct Block {
-  Started* launch;
-  int number, running;
-  std::vector<Warp> warps;
-  std::vector<u8> shared;
-  int arrived[16] = {};
-  u64 version = 0;  // of shared memory through which warps tell each other
-  bool lets_next = false;
-  std::vector<std::pair<u32*, u32>> late_stores;  // relaxed stores that other blocks do not see yet
-};
-
-struct Started {
-  Launch launch;
-  Started* ahead;  // in its stream
-  int begun = 0, ended = 0, let_next = 0;
-};
-
-extern Thread* self;  // the thread that runs
+extern Thread* self;
 
 void stop();                                  // another thread runs
 void look(const char* what, Line line);       // before memory that others write is read or written: may stop
@@ -103,16 +61,21 @@ void wait_barrier(int id, int threads, Line line);        // waits for other thr
 void changed(bool everywhere);        // a word was written that others wait for: in this block or everywhere
 void store_late(u32* at, u32 value);  // a relaxed store
 void deliver();                       // this block's relaxed stores are seen by all
-u8* shared(u32 at, int bytes, const char* what, Line line);  // checks bounds and alignment
+// Shared memory of the thread's block. Checks bounds, alignment, and that another warp's accesses lie before or behind:
+// a barrier, or a release and an acquire, must lie between a write and another access.
+enum Access { READ, WRITE, WRITE_PART, SYNCHRONIZE };
+u8* shared(u32 at, int bytes, Access access, const char* what, Line line);
+void release(u32 at);  // what the warp did until here lies before what others do behind an acquire
+void acquire(u32 at);
 void add_copy(u32 to, const u8* from, int bytes,
               Line line);  // cp.async; the destination is garbage until it is waited for
 void commit_copies();
-void wait_copies(size_t groups);
+void wait_copies(u32 groups);
 bool launch_ahead_ended();
 void let_next();
 u32 time_in_ms();
 u64 random();
-[[noreturn]] void fail(const std::string& message);
+[[noreturn]] void fail(const char* message, Line line);
 
 u16 bf16_of(double v);  // rounded once, to nearest even; NaN is 0x7fff
 u16 f16_of(double v);

@@ -1,16 +1,11 @@
 // The functions of `kernels/cuda/ptx.cuh` and CUDA's builtins on a CPU.
 #pragma once
-#include <cmath>
-#include <cstddef>
-#include <cstring>
-#include <type_traits>
-
 #include "machine.h"
 
 #define DEVICE inline
 #define UNROLL
 #define ROLLED
-#define OFFSET_OF(record, field) offsetof(record, field)
+#define OFFSET_OF(record, field) __builtin_offsetof(record, field)
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -30,10 +25,10 @@ struct dim3_of_emulator {
 };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-#define threadIdx (dim3_of_emulator{(u32)emulator::self->number})
-#define blockIdx (dim3_of_emulator{(u32)emulator::self->warp->block->number})
-#define gridDim (dim3_of_emulator{(u32)emulator::self->warp->block->launch->launch.blocks, 1, 1})
-#define blockDim (dim3_of_emulator{(u32)emulator::self->warp->block->launch->launch.threads, 1, 1})
+#define threadIdx (dim3_of_emulator{emulator::self->number})
+#define blockIdx (dim3_of_emulator{emulator::self->block})
+#define gridDim (dim3_of_emulator{emulator::self->blocks, 1, 1})
+#define blockDim (dim3_of_emulator{emulator::self->threads, 1, 1})
 
 template <class T>
 constexpr T min(T a, T b) {
@@ -52,7 +47,7 @@ template <class To, class From>
 inline To bits_of(From v) {
   static_assert(sizeof(To) == sizeof(From));
   To r;
-  memcpy(&r, &v, sizeof r);
+  __builtin_memcpy(&r, &v, sizeof r);
   return r;
 }
 inline float __uint_as_float(u32 v) { return bits_of<float>(v); }
@@ -66,18 +61,21 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   for (int i = 0; i < 4; i++) r |= (u32)(all >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return r;
 }
-inline float __expf(float v) { return expf(v); }
+inline float __expf(float v) { return __builtin_expf(v); }
 // As PTX's div.approx: 0 for a divisor beyond 2^126.
 inline float __fdividef(float a, float b) {
-  const float size = fabsf(b);
-  return size > 0x1p126f && size < INFINITY ? a * (b < 0 ? -0.f : 0.f) : a / b;
+  const float size = __builtin_fabsf(b);
+  return size > 0x1p126f && size < __builtin_inff() ? a * (b < 0 ? -0.f : 0.f) : a / b;
 }
+inline float erff(float v) { return __builtin_erff(v); }
+inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+inline float fabsf(float v) { return __builtin_fabsf(v); }
 inline float __frcp_rn(float v) { return 1.f / v; }
 
 template <class T>
 inline T meet_in_shuffle(u32 mask, T value, int source, emulator::Line line) {
   static_assert(sizeof(T) == 4);
-  if (mask != ~0u) emulator::fail("a shuffle of a part of a warp");
+  if (mask != ~0u) emulator::fail("a shuffle of a part of a warp", line);
   emulator::self->value = bits_of<u32>(value);
   emulator::self->source = source;
   emulator::meet(emulator::SHUFFLE, "shuffle", line);
@@ -89,7 +87,8 @@ inline T __shfl_sync(u32 mask, T v, int lane, emulator::Line line = {}) {
 }
 template <class T>
 inline T __shfl_up_sync(u32 mask, T v, int by, emulator::Line line = {}) {
-  return meet_in_shuffle(mask, v, emulator::self->lane < by ? emulator::self->lane : emulator::self->lane - by, line);
+  return meet_in_shuffle(mask, v, (int)emulator::self->lane < by ? emulator::self->lane : emulator::self->lane - by,
+                         line);
 }
 template <class T>
 inline T __shfl_down_sync(u32 mask, T v, int by, emulator::Line line = {}) {
@@ -106,7 +105,7 @@ inline u32 __reduce_max_sync(u32 mask, u32 v, emulator::Line line = {}) {
 }
 inline u32 __reduce_min_sync(u32 mask, u32 v, emulator::Line line = {}) { return ~__reduce_max_sync(mask, ~v, line); }
 inline u32 meet_and_vote(emulator::Meeting meeting, u32 mask, u32 value, const char* what, emulator::Line line) {
-  if (mask != ~0u) emulator::fail("a vote of a part of a warp");
+  if (mask != ~0u) emulator::fail("a vote of a part of a warp", line);
   emulator::self->value = value;
   emulator::meet(meeting, what, line);
   return emulator::self->result;
@@ -126,9 +125,7 @@ inline u32 __match_any_sync(u32 mask, u32 v, emulator::Line line = {}) {
 inline void __syncwarp(u32 mask = ~0u, emulator::Line line = {}) {
   meet_and_vote(emulator::SYNC, mask, 0, "__syncwarp", line);
 }
-inline void __syncthreads(emulator::Line line = {}) {
-  emulator::wait_barrier(0, emulator::self->warp->block->launch->launch.threads, line);
-}
+inline void __syncthreads(emulator::Line line = {}) { emulator::wait_barrier(0, emulator::self->threads, line); }
 inline void __nanosleep(u32, emulator::Line line = {}) { emulator::wait_turn("__nanosleep", line); }
 inline void __threadfence() { emulator::deliver(); }
 inline void __threadfence_system() { emulator::deliver(); }
@@ -148,15 +145,13 @@ inline u32 atomicOr(u32* at, u32 v, emulator::Line line = {}) {
 }
 
 // ---- launch
-inline u8* shared_memory() { return emulator::self->warp->block->shared.data(); }
+inline u8* shared_memory() { return emulator::self->memory; }
 inline u32 shared_address(const void* pointer) { return (u32)((const u8*)pointer - shared_memory()); }
 inline void wait_for_launch_ahead(emulator::Line line = {}) {
   while (!emulator::launch_ahead_ended()) emulator::wait_turn("wait_for_launch_ahead", line);
 }
 inline void let_next_launch_begin() { emulator::let_next(); }
-inline void trap(emulator::Line line = {}) {
-  emulator::fail("trap at " + std::string(line.file) + ":" + std::to_string(line.number));
-}
+inline void trap(emulator::Line line = {}) { emulator::fail("trap", line); }
 using emulator::time_in_ms;
 inline void keep(u32&) {}
 
@@ -171,27 +166,34 @@ struct MBarrier {
   static constexpr u16 MARK = 0xba44;
 };
 inline MBarrier& mbarrier(u32 at, const char* what, emulator::Line line) {
-  MBarrier& found = *(MBarrier*)emulator::shared(at, 8, what, line);
-  if (found.mark != MBarrier::MARK) emulator::fail(std::string(what) + " of an mbarrier that nobody has initialized");
+  MBarrier& found = *(MBarrier*)emulator::shared(at, 8, emulator::SYNCHRONIZE, what, line);
+  if (found.mark != MBarrier::MARK) emulator::fail("an mbarrier that nobody has initialized", line);
   return found;
 }
 inline void barrier_init(u32 barrier, int arrivals, emulator::Line line = {}) {
-  *(MBarrier*)emulator::shared(barrier, 8, "barrier_init", line) = {MBarrier::MARK, 0, (u16)arrivals, (u16)arrivals};
+  *(MBarrier*)emulator::shared(barrier, 8, emulator::SYNCHRONIZE, "barrier_init", line) = {
+      MBarrier::MARK, 0, (u16)arrivals, (u16)arrivals};
   emulator::changed(false);
 }
 inline void barrier_arrive(u32 barrier, emulator::Line line = {}) {
   emulator::look("barrier_arrive", line);
   MBarrier& b = mbarrier(barrier, "barrier_arrive", line);
+  emulator::release(barrier);
   if (!--b.left) b.phase++, b.left = b.arrivals;
   emulator::changed(false);
 }
+inline bool barrier_passed(u32 barrier, u32 parity, const char* what, emulator::Line line) {
+  if ((mbarrier(barrier, what, line).phase & 1) == parity) return false;
+  emulator::acquire(barrier);
+  return true;
+}
 inline bool barrier_try_wait(u32 barrier, u32 parity, emulator::Line line = {}) {
   emulator::look("barrier_try_wait", line);
-  return (mbarrier(barrier, "barrier_try_wait", line).phase & 1) != parity;
+  return barrier_passed(barrier, parity, "barrier_try_wait", line);
 }
 inline void barrier_wait(u32 barrier, u32 parity, emulator::Line line = {}) {
   emulator::look("barrier_wait", line);
-  while ((mbarrier(barrier, "barrier_wait", line).phase & 1) == parity) emulator::wait_turn("barrier_wait", line);
+  while (!barrier_passed(barrier, parity, "barrier_wait", line)) emulator::wait_turn("barrier_wait", line);
 }
 
 // ---- copies from global to shared memory
@@ -212,35 +214,51 @@ inline void copy_wait() {
 
 // ---- shared memory
 template <class T>
-inline T& in_shared(u32 at, const char* what, emulator::Line line) {
-  return *(T*)emulator::shared(at, sizeof(T), what, line);
+inline T& in_shared(u32 at, emulator::Access access, const char* what, emulator::Line line) {
+  return *(T*)emulator::shared(at, sizeof(T), access, what, line);
 }
-inline uint4 load_shared_16(u32 at, emulator::Line line = {}) { return in_shared<uint4>(at, "load_shared_16", line); }
-inline uint2 load_shared_8(u32 at, emulator::Line line = {}) { return in_shared<uint2>(at, "load_shared_8", line); }
-inline u32 load_shared(u32 at, emulator::Line line = {}) { return in_shared<u32>(at, "load_shared", line); }
-inline u32 load_shared_u16(u32 at, emulator::Line line = {}) { return in_shared<u16>(at, "load_shared_u16", line); }
-inline u32 load_shared_u8(u32 at, emulator::Line line = {}) { return in_shared<u8>(at, "load_shared_u8", line); }
+inline uint4 load_shared_16(u32 at, emulator::Line line = {}) {
+  return in_shared<uint4>(at, emulator::READ, "load_shared_16", line);
+}
+inline uint2 load_shared_8(u32 at, emulator::Line line = {}) {
+  return in_shared<uint2>(at, emulator::READ, "load_shared_8", line);
+}
+inline u32 load_shared(u32 at, emulator::Line line = {}) {
+  return in_shared<u32>(at, emulator::READ, "load_shared", line);
+}
+inline u32 load_shared_u16(u32 at, emulator::Line line = {}) {
+  return in_shared<u16>(at, emulator::READ, "load_shared_u16", line);
+}
+inline u32 load_shared_u8(u32 at, emulator::Line line = {}) {
+  return in_shared<u8>(at, emulator::READ, "load_shared_u8", line);
+}
 inline float load_shared_float(u32 at, emulator::Line line = {}) {
-  return in_shared<float>(at, "load_shared_float", line);
+  return in_shared<float>(at, emulator::READ, "load_shared_float", line);
 }
 inline void store_shared_16(u32 at, u32 x, u32 y, u32 z, u32 w, emulator::Line line = {}) {
-  in_shared<uint4>(at, "store_shared_16", line) = {x, y, z, w};
+  in_shared<uint4>(at, emulator::WRITE, "store_shared_16", line) = {x, y, z, w};
 }
-inline void store_shared(u32 at, u32 v, emulator::Line line = {}) { in_shared<u32>(at, "store_shared", line) = v; }
+inline void store_shared(u32 at, u32 v, emulator::Line line = {}) {
+  in_shared<u32>(at, emulator::WRITE, "store_shared", line) = v;
+}
 inline void store_shared_u16(u32 at, u16 v, emulator::Line line = {}) {
-  in_shared<u16>(at, "store_shared_u16", line) = v;
+  in_shared<u16>(at, emulator::WRITE_PART, "store_shared_u16", line) = v;
 }
 inline void store_shared_float(u32 at, float v, emulator::Line line = {}) {
-  in_shared<float>(at, "store_shared_float", line) = v;
+  in_shared<float>(at, emulator::WRITE, "store_shared_float", line) = v;
 }
-inline void or_shared(u32 at, u32 bits, emulator::Line line = {}) { in_shared<u32>(at, "or_shared", line) |= bits; }
+inline void or_shared(u32 at, u32 bits, emulator::Line line = {}) {
+  in_shared<u32>(at, emulator::WRITE_PART, "or_shared", line) |= bits;
+}
 inline u32 acquire_shared(u32 at, emulator::Line line = {}) {
   emulator::look("acquire_shared", line);
-  return in_shared<u32>(at, "acquire_shared", line);
+  emulator::acquire(at);
+  return in_shared<u32>(at, emulator::SYNCHRONIZE, "acquire_shared", line);
 }
 inline void release_shared(u32 at, u32 v, emulator::Line line = {}) {
   emulator::look("release_shared", line);
-  in_shared<u32>(at, "release_shared", line) = v;
+  emulator::release(at);
+  in_shared<u32>(at, emulator::SYNCHRONIZE, "release_shared", line) = v;
   emulator::changed(false);
 }
 
@@ -290,7 +308,7 @@ template <bool float16>
 inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, emulator::Line line = {}) {
   emulator::Thread& thread = *emulator::self;
   const u32 operands[6] = {a0, a1, a2, a3, b0, b1};
-  memcpy(thread.operands, operands, sizeof operands);
+  __builtin_memcpy(thread.operands, operands, sizeof operands);
   thread.sums = c;
   emulator::meet(float16 ? emulator::MMA_F16 : emulator::MMA_BF16, "mma", line);
 }
