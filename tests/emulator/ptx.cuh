@@ -61,7 +61,9 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   for (int i = 0; i < 4; i++) r |= (u32)(all >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return r;
 }
+inline float expf(float v) { return __builtin_expf(v); }
 inline float __expf(float v) { return __builtin_expf(v); }
+inline float tanhf(float v) { return __builtin_tanhf(v); }
 // As PTX's div.approx: 0 for a divisor beyond 2^126.
 inline float __fdividef(float a, float b) {
   const float size = __builtin_fabsf(b);

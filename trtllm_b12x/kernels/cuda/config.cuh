@@ -92,7 +92,6 @@ static_assert(SPLIT1 <= BLOCKS1 && (!GATHER || SPLIT2 <= BLOCKS2), "a warp would
 static_assert(GATHER || MAX_TOKENS <= WARPS, "a token's routes are read by a warp of its own");
 static_assert(MAX_TOKENS <= 64, "a call has at most 64 tokens");
 static_assert(TOP_K <= 32, "a token's routes are lanes of a warp");
-static_assert(!FROM_LOGITS || EXPERTS <= 32767, "a chosen expert has 15 bits");
 static_assert(EXPERTS <= 4096, "an expert's number has 12 bits in Group and Slot");
 static_assert(ROUTES <= 8192, "a route's place has 13 bits in Group");
 static_assert(!NARROW || (HALVES == 1 && !GATHER), "NARROW is one half of a call that does not gather");

@@ -111,7 +111,7 @@ struct Shared {
   DEVICE u32* masks() const { return (u32*)(memory + MASKS_AT); }  // routes of a slot, ROUTE_WORDS each
   DEVICE u32* hit() const { return (u32*)(memory + HIT_AT); }      // a bit for each expert
   DEVICE u32* valid() const { return (u32*)(memory + HIT_AT + EXPERT_WORDS * 4); }  // local routes of a token
-  // FROM_LOGITS: of each route the local expert, 16 bits, -1 for none, and the router weight.
+  // FROM_LOGITS: of each route the local expert, -1 for none, and the router weight.
   DEVICE u32 chosen() const { return base + CHOSEN_AT; }
   DEVICE u32 weights() const { return base + WEIGHTS_AT; }
   // One that does.

@@ -10,7 +10,7 @@ DEVICE int local_expert(const Layer& layer, long long id) {
 }
 // Returns the local number of a route's expert; -1 if it is another rank's, or none.
 DEVICE int expert_of(const Block& b, u32 route) {
-  if (FROM_LOGITS) return (short)load_shared_u16(b.shared.chosen() + route * 2);
+  if (FROM_LOGITS) return (int)load_shared(b.shared.chosen() + route * 4);
   return local_expert(
       b.layer, b.call.wide_ids ? ((const long long*)b.call.ids)[route] : (long long)((const int*)b.call.ids)[route]);
 }
@@ -24,7 +24,7 @@ DEVICE void choose_routes(const Block& b, int token) {
   const Choice choice = choose(b, token);
   if (b.lane >= TOP_K) return;
   const int route = token * TOP_K + b.lane;
-  store_shared_u16(b.shared.chosen() + route * 2, (u16)local_expert(b.layer, choice.expert));
+  store_shared(b.shared.chosen() + route * 4, local_expert(b.layer, choice.expert));
   store_shared_float(b.shared.weights() + route * 4, choice.weight);
 }
 // What NVFP4 multiplies FC2's products of an expert by.

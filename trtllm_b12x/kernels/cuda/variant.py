@@ -214,7 +214,7 @@ def _shared_memory(
         "MASKS_AT": 4 * routes * -(-routes // 32),
         "HIT_AT": 4 * -(-g.num_experts // 32) + 64,
     }
-    chosen = {"WEIGHTS_AT": 4 * routes, "CHOSEN_AT": 2 * routes}
+    chosen = {"WEIGHTS_AT": 4 * routes, "CHOSEN_AT": 4 * routes}
     used = (gathering if tokens > _COLUMNS else apart) | (chosen if g.scoring is not None else {})
     offsets, end = dict.fromkeys(gathering | apart | chosen, 0), 0
     for name, size in (parts | used).items():
