@@ -159,7 +159,10 @@ class Machine:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run the launches of the block at its end: those of a stream one after the other, as soon as the kernel lets them."""
+        """Run the launches of the block at its end: those of a stream one after the other, as soon as the kernel lets them.
+
+        Tensors of a call must live until then. Memory that is freed and becomes another launch's output changes under a launch.
+        """
         waiting: list[tuple[_Launch, Any]] = []
         self._waiting = waiting
         try:
