@@ -97,9 +97,15 @@ class _Launch(ctypes.Structure):
 
 
 @functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of this process, which is removed when it ends."""
+    return tempfile.TemporaryDirectory(prefix="emulator-")
+
+
+@functools.cache
 def _build() -> tuple[Path, ThreadPoolExecutor]:
-    """Return a folder for this process, and what compiles."""
-    return Path(tempfile.mkdtemp(prefix="emulator-")), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    """Return that folder, and what compiles."""
+    return Path(_folder().name), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
 
 def compiler() -> str:
