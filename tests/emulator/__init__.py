@@ -97,9 +97,15 @@ class _Launch(ctypes.Structure):
 
 
 @functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of this process, which is removed when it ends."""
+    return tempfile.TemporaryDirectory(prefix="emulator-")
+
+
+@functools.cache
 def _build() -> tuple[Path, ThreadPoolExecutor]:
-    """Return a folder for this process, and what compiles."""
-    return Path(tempfile.mkdtemp(prefix="emulator-")), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    """Return that folder, and what compiles."""
+    return Path(_folder().name), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
 
 def compiler() -> str:
@@ -159,7 +165,10 @@ class Machine:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run the launches of the block at its end: those of a stream one after the other, as soon as the kernel lets them."""
+        """Run the launches of the block at its end: those of a stream one after the other, as soon as the kernel lets them.
+
+        Tensors of a call must live until then. Memory that is freed and becomes another launch's output changes under a launch.
+        """
         waiting: list[tuple[_Launch, Any]] = []
         self._waiting = waiting
         try:
