@@ -179,13 +179,18 @@ def brief(content: dict[str, Any]) -> list[str]:
     """Return the README's table: tokens a second without and with the package, and the ratio, at 1, 8 and 64 requests."""
     lines = []
     for entry in content["models"]:
-        cells = [entry["requests"].get(str(n), {}) for n in _BRIEF]
-        if all("ratio" in cell for cell in cells):
-            rates = [(1e3 * n / c["without_ms"], 1e3 * n / c["with_ms"]) for n, c in zip(_BRIEF, cells, strict=True)]
-            title = f"{entry['model']}, {entry['format']}, {entry['parallel']}"
-            lines.append([title, *(f"{a:,.0f} / {b:,.0f} ({b / a:.2f})" for a, b in rates)])
+        cells = [_rates(n, entry["requests"].get(str(n), {})) for n in _BRIEF]
+        if any(cells):
+            lines.append([f"{entry['model']}, {entry['format']}, {entry['parallel']}", *(cell or "-" for cell in cells)])
     card = content["card"]["name"]
     return table([f"tokens a second on {card}, without / with", *(f"{n} request{'s' * (n > 1)}" for n in _BRIEF)], lines)
+
+
+def _rates(requests: int, row: dict[str, float]) -> str:
+    if "ratio" not in row:
+        return ""
+    without, with_it = (1e3 * requests / row[f"{side}_ms"] for side in (WITHOUT, WITH))
+    return f"{without:,.0f} / {with_it:,.0f} ({row['ratio']:.2f})"
 
 
 def page(content: dict[str, Any]) -> list[str]:

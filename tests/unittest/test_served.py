@@ -483,18 +483,18 @@ def test_a_slower_count_is_said_first_with_the_way_out() -> None:
 
 def test_pages_show_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    block = "<!-- served: begin, written by python -m benchmarks.results -->\n<!-- served: end -->\n"
+    block = "<!-- results: begin, written by python -m benchmarks.results -->\n<!-- results: end -->\n"
     (tmp_path / "README.md").write_text(block)
     run = tmp_path / "run.json"
     run.write_text(json.dumps(served_json()))
     assert results.main([], tmp_path) == 0
-    assert "Not measured yet" in (tmp_path / "README.md").read_text()
+    assert "| time of a token, served whole | not measured |" in (tmp_path / "README.md").read_text()
     assert results.main(["--take", str(run)], tmp_path) == 0
     page, readme = ((tmp_path / name).read_text() for name in ("docs/results.md", "README.md"))
     row = f"| {MODEL}, NVFP4, 48 layers, one GPU | with, ms | 4.000 | 11.000 |"
     assert row in page
-    assert row in readme
-    assert "| ratio | 1.250 | 1.091 |" in readme
+    assert "| ratio | 1.250 | 1.091 |" in page
+    assert f"| {MODEL}, NVFP4, one GPU | 200 / 250 (1.25) | 667 / 727 (1.09) | - |" in readme
     assert "with is nearer" in page
     assert "activations in bfloat16: 0.16 from float32, and 0.013 if every token keeps its experts" in page
     assert "second start, with: ended with 1: killed" in page
