@@ -5,9 +5,11 @@
 //     FC1                                expert hit x tiles      group x tiles
 //     FC2                                tile x token            group x tiles
 //     sum                                (part of FC2)           token
-//   a tile of FC1: HALVES * 8 columns of the intermediate size (16 without a gate) of each of PARTS1 parts; of FC2:
-//   HALVES * 16 columns of the output, in GATHER of each of PARTS2 parts a block: warps 0 .. WARPS-1 copy, decode,
-//   multiply; one warp takes tickets and publishes tasks; ADDERS warps add and write
+//   A tile of FC1 is HALVES * 8 columns of the intermediate size (16 without a gate) of each of PARTS1 parts. A tile of
+//   FC2 is HALVES * 16 columns of the output; in GATHER of each of PARTS2 parts.
+//
+//   Warps 0 to WARPS - 1 of a block copy, decode and multiply. One warp takes tickets and publishes tasks. ADDERS warps
+//   add and write.
 //
 //   file             what it is, and what may be changed there
 //     ptx.cuh        instructions

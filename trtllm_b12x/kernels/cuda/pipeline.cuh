@@ -8,7 +8,7 @@
 #pragma once
 #include "schedule.cuh"
 
-// A task's entry, and the next one's.
+// Returns the entry of the task behind this one.
 DEVICE u32 next_entry(const Block& b, u32 entry) {
   return entry == b.shared.entries() + (ENTRIES - 1) * ENTRY_BYTES ? b.shared.entries() : entry + ENTRY_BYTES;
 }

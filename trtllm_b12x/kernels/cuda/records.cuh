@@ -82,11 +82,11 @@ struct Info {
   DEVICE int high() const { return word >> 16; }
   DEVICE int low() const { return word & 0xffff; }
 };
-// Where the parts of an entry lie. Third word: Group or Slot. From 16 on, for each tile of the task: codes in units of
-// 16 bytes, scales of up and of gate (FC2: scales, 0) in units of 2 bytes, first row.
+// Where the parts of an entry lie. The third word is a Group or a Slot. From byte 16 on, each tile of the task has four
+// words: codes in units of 16 bytes, scales of up and of gate (FC2: scales, 0) in units of 2 bytes, first row.
 constexpr u32 INFO_AT = 4, WORD_AT = 8, TILES_AT = 16;
-// A route of a call that does not gather: 16 bytes. Codes and scales of its expert in FC2, in such units; its factor;
-// its number.
+// A route of a call that does not gather has four words: where codes and scales of its expert begin in FC2, in the
+// same units; its factor; its number.
 constexpr u32 ROUTE_SCALES = 4, ROUTE_FACTOR = 8, ROUTE_NUMBER = 12;
 
 // ---- shared memory, at the offsets that the host has computed
@@ -98,9 +98,8 @@ struct Shared {
   DEVICE u32 full() const { return base + BARRIERS_AT; }                  // BUFFERS mbarriers, WARPS arrivals each
   DEVICE u32 empty() const { return base + BARRIERS_AT + BUFFERS * 8; }   // BUFFERS mbarriers, one arrival
   DEVICE u32 ended() const { return base + BARRIERS_AT + BUFFERS * 16; }  // one, READERS arrivals
-  DEVICE u32 finished() const {
-    return base + FINISHED_AT;
-  }  // of each reader: tasks (if it multiplies, sums) it has read
+  // Of each warp that adds: the tasks that it has read. Of each that multiplies: the sums of tokens.
+  DEVICE u32 finished() const { return base + FINISHED_AT; }
   DEVICE u32 progress() const { return base + PROGRESS_AT; }  // tasks that warp 0 has begun
   DEVICE u32 epoch() const { return base + PROGRESS_AT + 4; }
   DEVICE u32 entries() const { return base + ENTRIES_AT; }
@@ -114,7 +113,7 @@ struct Shared {
   // FROM_LOGITS: of each route the local expert, -1 for none, and the router weight.
   DEVICE u32 chosen() const { return base + CHOSEN_AT; }
   DEVICE u32 weights() const { return base + WEIGHTS_AT; }
-  // One that does.
+  // A call that gathers.
   DEVICE u32 numbers() const { return base + NUMBERS_AT; }  // of routes, 16 bits each, by expert
   DEVICE u32 held() const { return base + HELD_AT; }        // a mask of each token's local routes
 };

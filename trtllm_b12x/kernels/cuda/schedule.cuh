@@ -1,22 +1,22 @@
 // Tickets and tasks: the warp that takes tickets, and the entries in which it tells the others of the block what to do.
 //
-// Tasks are numbered FC1, FC2, sums; each block takes the next number from a counter in the workspace.
+// Tasks are numbered FC1, FC2, sums. A ticket is the next number, from a counter in the workspace.
 //
-//  1. A block takes tickets in ascending order and works its tasks off in that order. FC1's tasks wait for nothing,
-//  FC2's for FC1's, sums
-//     for FC2's. Those have lower numbers, so blocks that run have taken them: one block alone gets through, and blocks
-//     that start late find their tasks taken. Two launches with workspaces of their own never wait for each other.
-//  2. The block's task number n is written to entry n % ENTRIES. It is written once every reader has read task n -
-//  ENTRIES; see
-//     `free_entry`. A task that waits for an entry waits for earlier tasks of its own block alone, and those never wait
-//     for it.
-//  3. Who has read a task: of FC1 and FC2 the warps that add tell, because a warp that multiplies reads an entry when
-//  it asks for weights,
-//     up to STAGES stages ahead, and when it computes, and hands its products over after both. A warp with no unit of a
-//     task moves its place for weights past it without a look. Of sums each warp that multiplies tells.
-//  4. The warp that takes tickets stays until the others of its block have ended. If they do not within SPIN_SECONDS,
-//  it writes the number
-//     of tokens to host memory and traps: a launch ends, also if one of these rules is wrong.
+// Order. A block takes tickets in ascending order and works its tasks off in that order. FC1's tasks wait for nothing,
+// FC2's wait for FC1's, sums wait for FC2's. The tasks that one waits for have lower numbers, so blocks that run have
+// taken them. One block alone gets through, and blocks that start late find their tasks taken. Two launches with
+// workspaces of their own never wait for each other.
+//
+// Entries. The block's task number n is written to entry n % ENTRIES, once every reader has read task n - ENTRIES; see
+// `free_entry`. A task that waits for an entry waits for earlier tasks of its own block, and those never wait for it.
+//
+// Readers. A warp that multiplies reads an entry twice: when it asks for weights, up to STAGES stages ahead, and when
+// it computes. It hands its products over after both, so the warps that add tell that an entry of FC1 or FC2 has been
+// read. A warp that has no unit of a task moves its place for weights past the task's entry and does not read it. Of
+// sums each warp that multiplies tells.
+//
+// Errors. The warp that takes tickets stays until the other warps of its block have ended. If they do not end within
+// SPIN_SECONDS, it writes the number of tokens to host memory and traps. So a launch ends even if a rule is wrong.
 #pragma once
 #include "weights.cuh"
 

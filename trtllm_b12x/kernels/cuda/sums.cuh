@@ -11,7 +11,7 @@
 
 struct Adder {
   const Block& b;
-  const int mine, row16;  // number of this warp; lanes l and l + 16 have row 16 of a buffer
+  const int mine, row16;  // number of this warp; row of a buffer that lanes l and l + 16 add
   u32 kind, parts;        // of the task; this lane's row in the buffer that is added
   Info info;
   Group group;  // or Slot
