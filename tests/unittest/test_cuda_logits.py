@@ -217,5 +217,9 @@ def test_what_is_refused() -> None:
     card, cuda = models("sm_120a", ["RTX 5090"])[0], torch.device("cuda")
     with pytest.raises(ValueError, match="at most 512 experts, not 1024"):
         CudaKernel(card).describe(replace(geometry, num_experts=256, ranks=4), 8, cuda)
+    with pytest.raises(ValueError, match="no bias with softmax"):
+        CudaKernel(card).describe(replace(geometry, scoring=Scoring(bias=True)), 8, cuda)
+    with pytest.raises(ValueError, match="router_logits is missing"):
+        planned(geometry).run(MoECall(call.x, torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, 0)))
     with pytest.raises(ValueError, match="triton takes ids and router weights"):
         TritonKernel(card).describe(geometry, 8, cuda)

@@ -7,7 +7,7 @@
 // Values of GATE_ORDER: where the rows of gate and up lie. Values of ACTIVATION; any other is GELU.
 constexpr int UP_GATE = 0, GATE_UP = 1, BY_TURNS = 2;
 constexpr int SWIGLU = 0, SWIGLU_BIAS = 1, GEGLU = 2, RELU2 = 3, SILU = 4;
-// Values of BIAS, and of Call::weight_type but for float16.
+// Values of BIAS.
 constexpr int NO_BIAS = 0, BFLOAT16_BIAS = 1, FLOAT16_BIAS = 2, FLOAT32_BIAS = 3;
 
 constexpr bool NVFP4 = CODE_BITS == 4 && GROUP == 16;  // a block scale is E4M3; else E8M0
@@ -70,7 +70,7 @@ constexpr int TASK_TILES1 = PARTS1 * TILES_A_TASK, TASK_TILES2 = GATHER ? PARTS2
 constexpr int ALL_TILES1 = tiles_of(INTERMEDIATE, PIECES1), ALL_TILES2 = tiles_of(STORED_HIDDEN, PIECES2);
 constexpr int TASKS1 = (ALL_TILES1 + TASK_TILES1 - 1) / TASK_TILES1;  // for an expert, or a group of its routes
 constexpr int TASKS2 = (ALL_TILES2 + TASK_TILES2 - 1) / TASK_TILES2;  // for a token, or a group
-// No row of a task is beyond the matrix; no column of a unit of FC2 is.
+// EXACT: all rows of all tasks are rows of the matrix. FULL2: all columns of all units of FC2 are columns of it.
 constexpr bool EXACT1 = ALL_TILES1 * PIECES1 * 8 == INTERMEDIATE && ALL_TILES1 % TASK_TILES1 == 0;
 constexpr bool EXACT2 = ALL_TILES2 * PIECES2 * 8 == STORED_HIDDEN && ALL_TILES2 % TASK_TILES2 == 0;
 constexpr bool FULL2 = INTERMEDIATE % (NARROW ? 256 : 128) == 0;
@@ -98,6 +98,6 @@ static_assert(!NARROW || (HALVES == 1 && !GATHER), "NARROW is one half of a call
 static_assert(TILES_A_TASK == 1 || (GATHER && RESIDENT), "several tiles a task need x in registers");
 static_assert(READERS <= 32, "the warp that takes tickets reads one count a lane");
 static_assert(LEAD < ENTRIES, "a block that is LEAD tasks ahead would wait for an entry");
-static_assert(BUFFERS % ADDERS == 0, "a buffer would have several warps that add");
+static_assert(BUFFERS % ADDERS == 0, "a buffer would have several warps that add, and a parity tells two phases apart");
 static_assert(BUFFERS % HALVES == 0, "the halves of a tile would not lie in neighboring buffers");
-static_assert(BUFFERS <= 6, "mbarriers of a buffer have a parity: nobody may be two phases behind");
+static_assert(BUFFERS <= 6, "no kernel was tried with more buffers");

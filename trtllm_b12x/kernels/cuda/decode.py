@@ -34,7 +34,7 @@ _HEADER = 1024
 
 
 _INT32, _FLOAT32 = torch.int32, torch.float32
-_Form = tuple[tuple[int, int], int, list[Callable[..., None]]]
+_Form = tuple[tuple[int, int] | None, int, list[Callable[..., None]]]
 """Shape of the ids, tokens of the variant, and its launches of input that arrives unquantized and quantized."""
 _Owner = tuple[int, int, int]
 """Tokens of the variant, capture (0 outside) and stream."""
@@ -128,7 +128,7 @@ class CudaKernel(OwnKernel):
             both = [function.launcher(self.card.multiprocessors, layer, records.CALL) for layer in layers]
             for tokens in range(1, min(size, self.capacity) + 1):
                 # A call without logits, of a layer that takes some, is refused where it is prepared.
-                routes = (tokens, self.geometry.top_k) if self.geometry.scoring is None else (0, 0)
+                routes = (tokens, self.geometry.top_k) if self.geometry.scoring is None else None
                 launches[tokens, self.geometry.hidden_size] = routes, size, both
             if size == TOKENS[-1]:
                 self._gathering = dict(launches)

@@ -10,7 +10,7 @@ struct Inputs {
   const Block& b;
   const int g, t;           // lane 4g + t has row g of x, and of each 128 columns those of `column8`
   const bool quantized;     // x is FP4
-  const u8* row = nullptr;  // of row g: of its token, or of its route's h
+  const u8* row = nullptr;  // row g: its token's x, or this lane's share of its route's h
   u32 token;
   bool asked = false;  // GATHER: loads are on their way for the next stage, or the next task's first
   u32 x[RESIDENT ? BLOCKS_A_WARP : 1][16];  // as in memory until `arrange`

@@ -11,7 +11,7 @@
 //   Warps 0 to WARPS - 1 of a block copy, decode and multiply. One warp takes tickets and publishes tasks. ADDERS warps
 //   add and write.
 //
-//   file             what it is, and what may be changed there
+//   file             what it is
 //     ptx.cuh        instructions
 //     config.cuh     sizes, and the limits that they have
 //     records.cuh    what the host hands over, workspace, shared memory, words

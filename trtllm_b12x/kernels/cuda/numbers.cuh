@@ -13,12 +13,13 @@ struct Scale {
 constexpr u32 MINUS_ZEROS = 0x80008000u;
 
 // E4M3. Its bits, four places up in bfloat16, are the value times 2^-120 (0x7b80 is 2^120); then times 2^118 (0x7a80).
-// Of a sign bit or a NaN it makes another value.
+// Scales are positive and finite: a set sign bit, or NaN, is not decoded as such.
 DEVICE Scale nvfp4_scale(u32 byte) {
   const u32 pair = fma_bf16x2(byte * 0x00100010u, 0x7b807b80u, MINUS_ZEROS);
   return {fma_bf16x2(pair, 0x7a807a80u, MINUS_ZEROS), MINUS_ZEROS};
 }
-// At the bottom of float16's exponent E4M3 is the value times 2^-8: times 2^14.
+// E4M3's bits in float16's lowest exponents are the value times 2^-8. Times 2^13 and doubled they are the value times
+// 2^6: FP4's codes there are 2^-14 times as large, and shall be 2^-8.
 DEVICE Scale nvfp4_scale_f16(u32 byte) {
   const u32 pair = mul_f16x2(byte * 0x00800080u, 0x70007000u);
   return {add_f16x2(pair, pair), 0};
@@ -46,10 +47,10 @@ DEVICE void decode4_f16(u32 word, const Scale& scale, u32* pairs) {
 }
 // Four codes of FP8 to the pairs (k, k + 2). 0x7b80 is 2^120: E4M3 in bfloat16's bits is 2^-120 times as large.
 DEVICE void decode8(u32 word, const Scale& scale, u32* pairs) {
-  const u32 odd = (word << 8 & MINUS_ZEROS) | (word << 4 & 0x07f007f0),
-            even = (word & MINUS_ZEROS) | (word >> 4 & 0x07f007f0);
-  pairs[0] = fma_bf16x2(fma_bf16x2(odd, 0x7b807b80u, MINUS_ZEROS), scale.pair, scale.added);
-  pairs[1] = fma_bf16x2(fma_bf16x2(even, 0x7b807b80u, MINUS_ZEROS), scale.pair, scale.added);
+  const u32 first = (word << 8 & MINUS_ZEROS) | (word << 4 & 0x07f007f0),
+            second = (word & MINUS_ZEROS) | (word >> 4 & 0x07f007f0);
+  pairs[0] = fma_bf16x2(fma_bf16x2(first, 0x7b807b80u, MINUS_ZEROS), scale.pair, scale.added);
+  pairs[1] = fma_bf16x2(fma_bf16x2(second, 0x7b807b80u, MINUS_ZEROS), scale.pair, scale.added);
 }
 
 // A lane has 32 of the 128 columns of a block, eight at a time: in FP4 32t .. 32t + 31; in FP8 16t .. 16t + 15 and 64

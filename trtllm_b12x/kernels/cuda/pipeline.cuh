@@ -90,7 +90,8 @@ struct Stages {
   // Units of FC2 that this warp has of a token.
   DEVICE int units_of(u32 token) const { return ((int)b.shared.valid()[token] * UNITS2 - b.warp + WARPS - 1) / WARPS; }
 
-  // Asks for the next stage if its task is published, or once it is. Returns whether it went on by a stage.
+  // Asks for the next stage if its task is published, or once it is. Returns whether it went on: by a
+  // stage, or past a task of which this warp has none.
   DEVICE bool ask(bool wait) {
     u32 word = acquire_shared(entry);
     while (wait && (word & ~3u) != tag) word = acquire_shared(entry);
@@ -116,7 +117,8 @@ struct Stages {
   // Copies a stage of FC1. Returns whether it is the task's last.
   DEVICE bool copy1(u32 to) {
     const uint4 from = load_shared_16(entry + TILES_AT + 16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)));
-    const int later = stage * SPLIT1, column = (split1 + later) * 128;  // in blocks, from the warp's first on
+    const int later = stage * SPLIT1;  // blocks behind the warp's first
+    const int column = (split1 + later) * 128;
     const u8* codes = b.layer.w1 + ((u64)from.x << 4) + (codes1 + later * (16 * CODE_BITS));
     UNROLL
     for (int n = 0; n < PIECES * LOADS; n++) {

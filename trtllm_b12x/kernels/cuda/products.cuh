@@ -1,8 +1,9 @@
 // The warps that multiply: they copy weights, decode them, and hand products over to the warps that add.
 //
-// mma.m16n8k16. Its columns are the tokens in FC1, whoever the expert's are, and one token in FC2; in a call that
-// gathers, the routes of the group. NARROW: the rows g + 8 of a product are the same rows on the second 128 columns,
-// whose h is in column 1.
+// The columns of mma.m16n8k16: FC1 multiplies for all tokens of the call, also for those that the expert has not; their
+// columns are not handed over. FC2 multiplies for one token at a time. In a call that gathers the columns are the
+// routes of the group. NARROW: the rows g + 8 of a product are the same rows on the second 128 columns, whose h is in
+// column 1.
 #pragma once
 #include "inputs.cuh"
 #include "pipeline.cuh"

@@ -126,7 +126,8 @@ DEVICE void store_shared_float(u32 at, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
 }
 DEVICE void or_shared(u32 at, u32 bits) { asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(at), "r"(bits) : "memory"); }
-// What the block wrote before a release can be read after the acquire that sees its value.
+// What a thread wrote ahead of its release can be read by the thread whose acquire sees the value. Lanes of a warp need
+// __syncwarp between.
 DEVICE u32 acquire_shared(u32 at) {
   u32 v;
   asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");

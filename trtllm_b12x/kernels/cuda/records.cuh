@@ -74,8 +74,8 @@ struct Slot {
 constexpr u32 FC1 = 0, FC2 = 1, END = 2, SUM = 3;
 // The first word of an entry: the number of the block's task plus 1, and its kind.
 DEVICE u32 tag_of(u32 number, u32 kind) { return (number + 1) << 2 | kind; }
-// The second word. FC1: slot and task of its tiles; FC2: token (0 if GATHER) and task of its tiles; SUM: the token
-// alone.
+// The second word, in halves. FC1: number of the slot or group, number of the task among its TASKS1. FC2: token (0 if
+// GATHER), number of the task among TASKS2. SUM: the whole word is the token.
 struct Info {
   u32 word;
   DEVICE static u32 make(u32 high, u32 low) { return high << 16 | low; }
@@ -98,7 +98,8 @@ struct Shared {
   DEVICE u32 full() const { return base + BARRIERS_AT; }                  // BUFFERS mbarriers, WARPS arrivals each
   DEVICE u32 empty() const { return base + BARRIERS_AT + BUFFERS * 8; }   // BUFFERS mbarriers, one arrival
   DEVICE u32 ended() const { return base + BARRIERS_AT + BUFFERS * 16; }  // one, READERS arrivals
-  // Of each warp that adds: the tasks that it has read. Of each that multiplies: the sums of tokens.
+  // READERS counts. First of warps that multiply: the sums of tokens that they have finished. Then of warps that add:
+  // the tasks that they have read, 2^30 at the end.
   DEVICE u32 finished() const { return base + FINISHED_AT; }
   DEVICE u32 progress() const { return base + PROGRESS_AT; }  // tasks that warp 0 has begun
   DEVICE u32 epoch() const { return base + PROGRESS_AT + 4; }
@@ -117,10 +118,21 @@ struct Shared {
   DEVICE u32 numbers() const { return base + NUMBERS_AT; }  // of routes, 16 bits each, by expert
   DEVICE u32 held() const { return base + HELD_AT; }        // a mask of each token's local routes
 };
-static_assert(SUMS_AT - STAGES_AT == WARPS * STAGES * STAGE_BYTES, "variant.py and config.cuh differ in STAGE_BYTES");
-static_assert(BARRIERS_AT - SUMS_AT == BUFFERS * BUFFER_BYTES, "variant.py and config.cuh differ in BUFFER_BYTES");
-static_assert(GATHER || ROUTES_AT - ENTRIES_AT == ENTRIES * ENTRY_BYTES,
-              "variant.py and config.cuh differ in ENTRY_BYTES");
+// variant.py lays it out.
+static_assert(STAGES_AT == 0, "the scratch that sorts routes begins where the stages do");
+static_assert(SUMS_AT - STAGES_AT == WARPS * STAGES * STAGE_BYTES, "the host has other bytes of stages");
+static_assert(BARRIERS_AT - SUMS_AT == BUFFERS * BUFFER_BYTES, "the host has other bytes of sums");
+static_assert(FINISHED_AT - BARRIERS_AT == BUFFERS * 16 + 8, "the host has other bytes of mbarriers");
+static_assert(PROGRESS_AT - FINISHED_AT == READERS * 4, "the host has other bytes of counts");
+static_assert(ENTRIES_AT >= PROGRESS_AT + 8, "progress and epoch reach into the entries");
+static_assert((GATHER ? NUMBERS_AT : ROUTES_AT) - ENTRIES_AT == ENTRIES * ENTRY_BYTES,
+              "the host has other bytes of entries");
+static_assert(!GATHER || GROUPS_AT - NUMBERS_AT == ROUTES * 2, "the host has other bytes of numbers");
+static_assert(!GATHER || HELD_AT - GROUPS_AT == MOST_GROUPS * 4, "the host has other bytes of groups");
+static_assert(GATHER || SLOTS_AT - ROUTES_AT == ROUTES * 16, "the host has other bytes of routes");
+static_assert(GATHER || MASKS_AT - SLOTS_AT == ROUTES * 4, "slots and masks are cleared as one");
+static_assert(GATHER || HIT_AT - MASKS_AT == ROUTES * ROUTE_WORDS * 4, "the host has other bytes of masks");
+static_assert(BARRIERS_AT % 8 == 0 && ENTRIES_AT % 16 == 0 && ROUTES_AT % 16 == 0, "words of 16 bytes lie askew");
 static_assert(SHARED_BYTES <= 99 * 1024, "a block of SM12x has at most 99 KB of shared memory");
 
 // A block and its place in it, as every role sees them.

@@ -35,7 +35,7 @@ DEVICE float scale2_of(const Layer& layer, int expert) {
 // ---- up to 8 tokens: warp w reads the routes of token w, a route a lane
 struct TokenRoutes {
   int expert = -1;    // of this lane's route, if it is local
-  int slot = 0;       // its number
+  int slot = 0;       // place of the route among all; after `number_slots` the number of its expert among those hit
   u32 factor_at = 0;  // where its factor goes
   float factor = 0;
 
@@ -85,16 +85,16 @@ struct TokenRoutes {
 
 // ---- more tokens: sorts the routes by expert
 // A route's place within its expert is the number of routes of the expert in warps before, and before it in its own
-// warp. The scratch is the memory of the stages, from 0 on: counts (warp, expert) of 16 bits, then for each expert its
-// first place and group, its number of routes, then the places and groups in front of each 32 experts. A pair of counts
-// is a word: groups above, routes below.
+// warp. The scratch is the memory of the stages, from 0 on: counts (warp, expert) of 16 bits; for each expert its first
+// group and place (`first`: a word, groups above) and its number of routes; then the groups and routes of each 32
+// experts, in such words, and last the number of groups.
 constexpr int BLOCK_WARPS = THREADS / 32;
 constexpr int CHUNKS = (ROUTES + 31) / 32;
 constexpr int COUNTERS = GATHER ? (CHUNKS < BLOCK_WARPS ? CHUNKS : BLOCK_WARPS) : 0;  // warps that count
 constexpr int CHUNKS_A_WARP = (CHUNKS + BLOCK_WARPS - 1) / BLOCK_WARPS;
 constexpr int FIRST_AT = (COUNTERS * EXPERTS * 2 + 3) / 4 * 4, TOTAL_AT = FIRST_AT + EXPERTS * 4,
-              BEFORE_AT = TOTAL_AT + EXPERTS * 4;
-static_assert(!GATHER || BEFORE_AT + EXPERT_WORDS * 4 + 4 <= SUMS_AT,
+              TOTALS32_AT = TOTAL_AT + EXPERTS * 4;
+static_assert(!GATHER || TOTALS32_AT + EXPERT_WORDS * 4 + 4 <= SUMS_AT,
               "the scratch that sorts routes is larger than the stages");
 
 DEVICE void clear_counts(const Block& b) {
@@ -106,7 +106,7 @@ DEVICE int group_routes(const Block& b) {
   u16* count = (u16*)b.shared.memory;
   u32* first = (u32*)(b.shared.memory + FIRST_AT);
   u32* total = (u32*)(b.shared.memory + TOTAL_AT);
-  u32* before = (u32*)(b.shared.memory + BEFORE_AT);
+  u32* totals32 = (u32*)(b.shared.memory + TOTALS32_AT);
   if (FROM_LOGITS) {
     for (int token = b.warp; token < b.call.tokens; token += BLOCK_WARPS) choose_routes(b, token);
     __syncthreads();
@@ -147,21 +147,21 @@ DEVICE int group_routes(const Block& b) {
       if (b.lane >= d) upto += v;
     }
     if (e < EXPERTS) first[e] = upto - own;
-    if (b.lane == 31) before[part] = upto;
+    if (b.lane == 31) totals32[part] = upto;
   }
   __syncthreads();
   for (int e = tid; e < EXPERTS; e += THREADS) {
     u32 from = first[e];
-    for (int i = 0; i < e / 32; i++) from += before[i];
+    for (int i = 0; i < e / 32; i++) from += totals32[i];
     first[e] = from;
     const int n = total[e];
     for (int i = 0; i * 8 < n; i++)
       store_shared(b.shared.slots() + ((from >> 16) + i) * 4,
                    Group::make(e, (from & 0xffff) + 8 * i, min(n - 8 * i, 8) - 1));
-    if (e == EXPERTS - 1) before[EXPERT_WORDS] = (from >> 16) + (n + 7) / 8;
+    if (e == EXPERTS - 1) totals32[EXPERT_WORDS] = (from >> 16) + (n + 7) / 8;
   }
   __syncthreads();
-  const int groups = before[EXPERT_WORDS];
+  const int groups = totals32[EXPERT_WORDS];
   UNROLL
   for (int i = 0; i < CHUNKS_A_WARP; i++) {
     const int route = (b.warp + i * BLOCK_WARPS) * 32 + b.lane;

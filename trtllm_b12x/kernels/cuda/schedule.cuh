@@ -20,7 +20,8 @@
 #pragma once
 #include "weights.cuh"
 
-// Counts the time of a wait. The clock is slow to read: it is read at every 256th poll that fails.
+// Time since this warp's 256th poll that failed, whatever it waited for. The clock is slow to read: every 256th poll
+// reads it.
 struct Watch {
   u32 polls = 0, began = 0;
   DEVICE void trap_if_late(const Block& b) {
@@ -35,7 +36,7 @@ struct Watch {
 
 struct Tickets {
   const Block& b;
-  // Of lane 0 at first, then of all.
+  // Lane 0's; `run` gives epoch and last_tokens to all lanes.
   u32 first = 0, epoch = 0, last_tokens = 0;
   // The end of FC1's tasks, of FC2's, of all.
   int end1, end2, end;

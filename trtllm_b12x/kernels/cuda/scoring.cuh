@@ -1,9 +1,9 @@
 // Router logits to a token's experts and router weights, by one warp, in float32. Lane i gets route i, the best first.
 //
-// SOFTMAX compares logits: softmax keeps their order, so it does not matter whether it comes before or after the
-// choice. The two sigmoids differ in their last bits, and scores that are rounded alike tie. Of equal values the lower
-// expert comes first (HIGHER_FIRST: the higher); -0 is 0. NaN with a clear sign bit is above infinity, and makes the
-// token's weights NaN: no expert comes twice in any case.
+// SOFTMAX compares logits, since softmax keeps their order: before or after the choice is the same. The two sigmoids
+// differ in their last bits, and scores that are rounded alike tie. Of equal values the lower expert comes first
+// (HIGHER_FIRST: the higher one); -0 is 0. NaN is chosen first, and no expert is chosen twice. A NaN logit makes the
+// token's weights NaN, without RENORMALIZE of a sigmoid only its own.
 #pragma once
 #include "records.cuh"
 
@@ -11,6 +11,8 @@ constexpr int SOFTMAX = 0, SIGMOID = 1;  // values of SCORING; else SIGMOID_TANH
 constexpr int LANE_EXPERTS = (ALL_EXPERTS + 31) / 32;
 static_assert(ALL_EXPERTS <= 512, "a lane compares at most 16 experts");
 static_assert(!FROM_LOGITS || TOP_K <= ALL_EXPERTS, "a token cannot have more routes than there are experts");
+
+static_assert(!FROM_LOGITS || SCORING != SOFTMAX || !ROUTER_BIAS, "the first choice has the highest logit");
 
 struct Choice {
   int expert;  // global

@@ -1,7 +1,7 @@
 // The warps that add: sums over the warps that share a tile's columns, then the activation (FC1) or the output (FC2).
 //
 // Warps put their products into buffers; mbarriers full (WARPS arrivals) and empty (one) hand those over. One warp adds
-// the parts of 16 rows in the order of warps: the same bits always. In a call that gathers, FC2's products go to
+// the parts of 16 rows in a fixed order: the same bits always. In a call that gathers, FC2's products go to
 // shares, by route. Whoever wrote some adds 1 to the token's count (release); its sum waits for all (acquire), and adds
 // in the order of top_k.
 #pragma once

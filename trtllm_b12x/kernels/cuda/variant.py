@@ -99,6 +99,8 @@ def variants(g: Geometry, form: Format) -> tuple[Variant, ...]:
         raise ValueError(f"one launch takes at most {_MAX_TOP_K} experts a token, not {g.top_k}")
     if g.dtype is torch.float16 and form.group_size != 16:
         raise ValueError(f"one launch takes {g.format} in bfloat16, not float16: E8M0 scales have a larger range")
+    if g.scoring is not None and g.scoring.kind == "softmax" and g.scoring.bias:
+        raise ValueError("one launch takes no bias with softmax: it is not known whether logits or probabilities get it")
     if g.scoring is not None and g.num_experts * g.ranks > _MAX_SCORED:
         raise ValueError(f"one launch takes the logits of at most {_MAX_SCORED} experts, not {g.num_experts * g.ranks}")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
