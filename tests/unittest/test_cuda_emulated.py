@@ -46,7 +46,14 @@ LAYERS = {
     "MXFP8": Geometry(8, 2, 256, 192, "Swiglu", layout=WeightLayout(ROWS, GATE_UP), **MXFP8),
     "MXFP8 in tiles": Geometry(4, 3, 384, 128, "Gelu", **MXFP8),
 }
-every_layer = pytest.mark.parametrize("name", LAYERS)
+every_call = pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        *((name, tokens) for name in LAYERS for tokens in TOKENS),
+        *(pytest.param(name, 2, marks=pytest.mark.all) for name in ("NVFP4", "MXFP4")),
+        *(pytest.param(name, 64, marks=pytest.mark.all) for name in ("NVFP4 of two ranks", "W4A16", "MXFP4", "MXFP8 in tiles")),
+    ],
+)
 
 
 @functools.cache
@@ -110,8 +117,7 @@ def _compiles_ahead(request: pytest.FixtureRequest) -> None:
             emulator.begin(broken(SMALL, 3, *MISSING[params["missing"]][0]), tokens_without(params["missing"]))
 
 
-@pytest.mark.parametrize("tokens", [*TOKENS, *(pytest.param(count, marks=pytest.mark.all) for count in (2, 64))])
-@every_layer
+@every_call
 def test_numbers(name: str, tokens: int) -> None:
     geometry = LAYERS[name]
     found = planned(geometry).run(draw(geometry, tokens))
@@ -119,8 +125,7 @@ def test_numbers(name: str, tokens: int) -> None:
     assert distance(found, expected(geometry, tokens)) < BOUND
 
 
-@pytest.mark.parametrize("tokens", [*TOKENS, *(pytest.param(count, marks=pytest.mark.all) for count in (2, 64))])
-@every_layer
+@every_call
 def test_any_order(name: str, tokens: int) -> None:
     """The same bits in every order, with few blocks, blocks that start late, and blocks that start when another has ended."""
     geometry = LAYERS[name]
