@@ -54,7 +54,6 @@ inline float __uint_as_float(u32 v) { return bits_of<float>(v); }
 inline u32 __float_as_uint(float v) { return bits_of<u32>(v); }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
-inline int __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   const u64 all = (u64)b << 32 | a;
   u32 r = 0;
@@ -72,7 +71,6 @@ inline float __fdividef(float a, float b) {
 inline float erff(float v) { return __builtin_erff(v); }
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float fabsf(float v) { return __builtin_fabsf(v); }
-inline float __frcp_rn(float v) { return 1.f / v; }
 
 template <class T>
 inline T meet_in_shuffle(u32 mask, T value, int source, emulator::Line line) {
@@ -117,9 +115,6 @@ inline u32 __ballot_sync(u32 mask, bool v, emulator::Line line = {}) {
 }
 inline int __any_sync(u32 mask, bool v, emulator::Line line = {}) {
   return meet_and_vote(emulator::BALLOT, mask, v, "any", line) != 0;
-}
-inline int __all_sync(u32 mask, bool v, emulator::Line line = {}) {
-  return meet_and_vote(emulator::BALLOT, mask, v, "all", line) == ~0u;
 }
 inline u32 __match_any_sync(u32 mask, u32 v, emulator::Line line = {}) {
   return meet_and_vote(emulator::MATCH, mask, v, "match", line);

@@ -35,7 +35,7 @@ _HEADER = 1024
 
 _INT32, _FLOAT32 = torch.int32, torch.float32
 _Form = tuple[tuple[int, int] | None, int, list[Callable[..., None]]]
-"""Shape of the ids, tokens of the variant, and its launches of input that arrives unquantized and quantized."""
+"""Shape of the ids, None if calls have logits; tokens of the variant; its launches of unquantized and of quantized input."""
 _Owner = tuple[int, int, int]
 """Tokens of the variant, capture (0 outside) and stream."""
 
@@ -176,12 +176,8 @@ class CudaKernel(OwnKernel):
             assert out is not None
             at, wide, half = x.data_ptr(), ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16
             if logits is not None:
-                ids, router_weights, wide, half = (
-                    logits,
-                    bias if bias is not None else logits,
-                    False,
-                    logits.dtype is torch.bfloat16,
-                )
+                ids, router_weights = logits, logits if bias is None else bias
+                wide, half = False, logits.dtype is torch.bfloat16
             form = self._launches.get(out.shape)
             if form is None:
                 raise ValueError(f"no kernel is planned for {len(x)} tokens, only for 1 to {self.capacity}")

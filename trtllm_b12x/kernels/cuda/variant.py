@@ -196,9 +196,7 @@ def _scoring(g: Geometry) -> dict[str, int | float]:
     }
 
 
-def _shared_memory(
-    g: Geometry, tokens: int, ring: int, sums: int, barriers: int, readers: int, entries: int
-) -> dict[str, int]:  # fmt: skip
+def _shared_memory(g: Geometry, tokens: int, ring: int, sums: int, barriers: int, readers: int, entries: int) -> dict[str, int]:
     """Return where what a block has in shared memory lies, and all its bytes; ``Shared`` of ``records.cuh`` says what it is."""
     routes = tokens * g.top_k
     parts = {
