@@ -24,6 +24,8 @@ from trtllm_b12x.kernels import Geometry
 FLOAT4_E2M1F = 2 | 1 << 8 | 1 << 16 | 1 << 49
 """Number of the type: 2 exponent bits, 1 mantissa bit, signed, finite values only."""
 _OPERATORS = ("moe_wna16_marlin_gemm", "moe_align_block_size", "moe_sum")
+_EARLIER = {"g_idx_or_none": None, "perm_or_none": None, "is_full_k": True}
+"""Arguments of the product in vLLM 0.22.1. In 0.33.0 it does not have them."""
 _BLOCKS_PER_SM = 4
 """Size of the workspace that a layer of experts gets."""
 
@@ -204,7 +206,9 @@ class MarlinLayer:
         """Multiply ``a (m, K)`` by the experts' matrices; return ``(m * top_k, N)``."""
         sorted_ids, experts, total, block = order
         n, k = b.scales.shape[2], 16 * b.codes.shape[1]
-        result: torch.Tensor = torch.ops._moe_C.moe_wna16_marlin_gemm(
+        operator = torch.ops._moe_C.moe_wna16_marlin_gemm
+        known = {argument.name for argument in operator.default._schema.arguments}
+        result: torch.Tensor = operator(
             a=a,
             c_or_none=torch.empty(m * top_k, n, dtype=a.dtype, device=a.device),
             b_q_weight=b.codes,
@@ -213,8 +217,6 @@ class MarlinLayer:
             a_scales=None,
             global_scale=b.global_scales,
             b_zeros_or_none=None,
-            g_idx_or_none=None,
-            perm_or_none=None,
             workspace=self.workspace,
             sorted_token_ids=sorted_ids,
             expert_ids=experts,
@@ -227,13 +229,13 @@ class MarlinLayer:
             size_m=m,
             size_n=n,
             size_k=k,
-            is_full_k=True,
             use_atomic_add=False,
             use_fp32_reduce=True,
             is_zp_float=False,
             thread_k=-1,
             thread_n=-1,
             blocks_per_sm=-1,
+            **{name: value for name, value in _EARLIER.items() if name in known},
         )
         return result
 

@@ -157,3 +157,29 @@ def test_the_plot_is_drawn_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert drawn.count(f"<!-- {curve} -->") == 1
     found = plots.curves(card)["Qwen3-30B-A3B"]
     assert found[plots.CUTLASS] == [(1, 60.0), (8, 90.0)]
+
+
+_PRODUCT = """moe_wna16_marlin_gemm(Tensor a, Tensor? c_or_none, Tensor b_q_weight, Tensor? b_bias_or_none, Tensor b_scales,
+Tensor? a_scales, Tensor? global_scale, Tensor? b_zeros_or_none, {}Tensor workspace, Tensor sorted_token_ids,
+Tensor expert_ids, Tensor num_tokens_past_padded, Tensor topk_weights, int moe_block_size, int top_k, bool mul_topk_weights,
+int b_type_id, int size_m, int size_n, int size_k, {}bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float,
+int thread_k, int thread_n, int blocks_per_sm) -> Tensor"""
+
+
+@pytest.mark.parametrize(
+    "earlier", [("Tensor? g_idx_or_none, Tensor? perm_or_none, ", "bool is_full_k, "), ("", "")], ids=["0.22.1", "0.33.0"]
+)
+def test_marlin_gets_the_arguments_that_its_operator_has(earlier: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    library = torch.library.Library("peers_marlin", "DEF")
+    try:
+        library.define(_PRODUCT.format(*earlier).replace("\n", " "))
+        library.impl("moe_wna16_marlin_gemm", lambda a, c_or_none, *more: c_or_none + 1, "CPU")
+        monkeypatch.setattr(torch.ops, "_moe_C", torch.ops.peers_marlin, raising=False)
+        layer = object.__new__(marlin.MarlinLayer)
+        layer.workspace = torch.zeros(4, dtype=torch.int32)
+        matrix = marlin.Matrix(torch.zeros(2, 1, 128, dtype=torch.int32), torch.zeros(2, 1, 64), None, None)
+        order = (*torch.zeros(3, 1, dtype=torch.int32), 8)
+        found = layer.gemm(torch.ones(3, 16), matrix, torch.ones(3, 2), order, 3, 2, True)
+    finally:
+        library._destroy()
+    assert found.shape == (6, 64)
