@@ -197,17 +197,17 @@ machine = Machine()
 class Function:
     """``driver.Function`` on the emulator. It compiles when it is first needed."""
 
-    def __init__(self, files: Mapping[str, str]) -> None:
-        self._files = files
+    def __init__(self, files: Mapping[str, str], main: str = MAIN) -> None:
+        self._files, self._main = files, main
         self.readable: Any = None
         """Addresses and sizes that copies may read; None: all."""
 
     def begin(self) -> None:
-        library(self._files)
+        library(self._files, self._main)
 
     @functools.cached_property
     def _library(self) -> ctypes.CDLL:
-        return loaded(library(self._files))
+        return loaded(library(self._files, self._main))
 
     def constant(self, name: str) -> int:
         return ctypes.c_int.in_dll(self._library, name).value

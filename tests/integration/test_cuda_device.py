@@ -16,6 +16,7 @@ from trtllm_b12x.formats.nvfp4 import pack_fp4
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cards import card_of
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP8Kernel
+from trtllm_b12x.kernels.cuda.probe import PROBE, takes_subnormals
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a GPU of capability 9.0 or newer"
@@ -158,3 +159,9 @@ def test_graphs_that_share_memory() -> None:
         kept.zero_()
         graph.replay()
         assert torch.equal(kept, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not known of other cards")
+def test_hopper_takes_bfloat16_subnormals() -> None:
+    torch.zeros(1, device=CUDA)  # makes the context
+    assert takes_subnormals(CUDA, PROBE.compile("sm_90a")[0])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from trtllm_b12x.kernels import Geometry, MoECall, PlanError, prove_child, warmu
 from trtllm_b12x.kernels.cards import Card, models
 from trtllm_b12x.kernels.cuda import decode, driver, nvrtc, records, variant
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel, LaunchPlan
+from trtllm_b12x.kernels.cuda.probe import PROBE, takes_subnormals
 from trtllm_b12x.kernels.warmup import CompileTask
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
@@ -72,6 +75,20 @@ def test_compiles(name: str, target: str) -> None:
         assert max(spilled) <= MOST_SPILLED[target], (each.tokens, spilled)
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_120a", "sm_121a"])
+def test_the_probe_compiles(target: str) -> None:
+    assert PROBE.compile(target)[0].startswith(b"\x7fELF")
+    assert PROBE.assembled(target).count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == 1
+
+
+def test_what_the_probe_changes() -> None:
+    """The variant of one token. No key depends on the source of the probe, nor the probe's on theirs."""
+    taken, flushed = (variant.variants(QWEN3_30B, FORMATS[0], subnormals) for subnormals in (True, False))
+    assert flushed[1:] == taken[1:]
+    assert [dict(each.sizes)["SUBNORMALS"] for each in (flushed[0], *taken)] == [0, 1, 1, 1, 1, 1]
+    assert set(taken[0].files()) & set(PROBE.files()) == {"ptx.cuh"}
+
+
 @pytest.mark.parametrize(
     ("kind", "geometry"),
     [
@@ -121,7 +138,8 @@ def test_warmup_and_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(2):
         warmup.run([task], models("sm_120a", ["RTX 5090"]), lambda result, total: results.append((result, total)))
     done = [(result.family, result.cached, result.error, total) for result, total in results if result is not None]
-    assert done == [("cuda", cached, "", len(variant.TOKENS)) for cached in (False, True) for _ in variant.TOKENS]
+    kernels = 1 + len(variant.TOKENS)  # and the probe
+    assert done == [("cuda", cached, "", kernels) for cached in (False, True) for _ in range(kernels)]
     found = prove_child.proof("sm_120a", "cuda")
     assert found.compiled, found
     assert found.products >= 4 * 8
@@ -313,6 +331,66 @@ def test_a_launch_that_the_kernel_stopped(cuda: Driver, kernel: CudaKernel, capl
     decode._report_stuck_launch(GEOMETRY, kernel._plan.stuck)
     (line,) = caplog.messages
     assert re.search(message, line)
+
+
+class ProbedDriver(Driver):
+    """Runs the probe: its sums are right, or those of a GPU that takes subnormals as zero."""
+
+    taken, probes = True, 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:  # noqa: N802
+        self.probes += 1
+        results = ctypes.c_void_p.from_address(pointers._obj[1]).value
+        (ctypes.c_int * 32).from_address(results or 0)[:] = [4 if self.taken else 2] * 32
+        return 0
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ProbedDriver]:
+    stand_in, stream = ProbedDriver(), SimpleNamespace(device=torch.device("cpu"), cuda_stream=1)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_library", lambda: stand_in)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    takes_subnormals.cache_clear()
+    yield stand_in
+    takes_subnormals.cache_clear()
+
+
+def test_a_plan_asks_the_tensor_cores(
+    probed: ProbedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once a process. The variant of one token is compiled for what they take; with TRTLLM_B12X_FREEZE it must be there."""
+    geometry, target = Geometry(17, 17, 128, 128, "Relu2"), "sm_90a"  # variants for 1 and 64 tokens
+    caplog.set_level("INFO")
+
+    def plan(geometry: Geometry = geometry) -> set[Path]:
+        kernel = CudaKernel(Card(132, 228 << 10, 90))
+        kernel.plan(geometry, variant.TOKENS[-1], torch.device("cpu"))
+        return set(tmp_path.rglob("*.cubin"))
+
+    def files(*subnormals: bool) -> set[Path]:
+        needed = [each for taken in subnormals for each in variant.variants(geometry, FORMATS[0], taken)]
+        return {each.file(target) for each in (PROBE, *needed)}
+
+    monkeypatch.setenv("TRTLLM_B12X_FREEZE", "1")
+    with pytest.raises(PlanError, match=r"is not compiled: TRTLLM_B12X_FREEZE=1 \(trtllm-b12x warmup .* --target sm_90a"):
+        plan()
+    monkeypatch.delenv("TRTLLM_B12X_FREEZE")
+    assert plan() == files(True)
+    monkeypatch.setenv("TRTLLM_B12X_FREEZE", "1")
+    assert plan() == files(True)
+    assert probed.probes == 1
+    assert "subnormals" not in caplog.text
+
+    takes_subnormals.cache_clear()  # as a process on another GPU
+    probed.taken = False
+    with pytest.raises(PlanError, match=r"TRTLLM_B12X_FREEZE=1 \(start once without it\)"):
+        plan()
+    monkeypatch.delenv("TRTLLM_B12X_FREEZE")
+    assert plan() == plan() == files(True, False)
+    assert probed.probes == 2
+    assert sum("take bfloat16 subnormals as zero" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("name", ["x", "ids", "router_weights", "out"])

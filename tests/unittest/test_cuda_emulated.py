@@ -24,6 +24,7 @@ from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.kernels.cuda import variant
 from trtllm_b12x.kernels.cuda.decode import CudaKernel
+from trtllm_b12x.kernels.cuda.probe import PROBE, right
 
 BOUND = 0.004
 """Relative L2 of bfloat16's rounding of the activation's result and of the output."""
@@ -428,6 +429,22 @@ def test_arithmetic_of_the_emulator() -> None:
         for dtype, bits in ((BF16, results[3] & 0xFFFF), (F16, results[3] >> 16)):
             expected_ = torch.tensor([value_]).to(dtype).view(torch.int16).tolist()[0] & 0xFFFF
             assert bits == (0x7FFF if math.isnan(value_) else expected_), (value_, dtype)
+
+
+FLUSHES = """#include "ptx.cuh"
+inline u32 flushed(u32 pair) { return pair & ((pair & 0x7f80 ? 0xffff : 0) | (pair & 0x7f800000 ? 0xffff0000 : 0)); }
+template <bool float16> void flushing(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma<float16>(c, flushed(a0), flushed(a1), flushed(a2), flushed(a3), b0, b1);
+}
+#define mma flushing
+"""
+
+
+@pytest.mark.parametrize("before", ["", FLUSHES])
+def test_the_probe_of_subnormals(before: str) -> None:
+    """The emulator keeps them, as Hopper does; without them the probe says so."""
+    function: Any = emulator.Function(PROBE.files(), before + emulator.MAIN.replace("layer", "probe"))
+    assert right(function, torch.device("cpu"), machine.stream) == (before == "")
 
 
 def test_every_instruction_is_emulated() -> None:

@@ -24,6 +24,7 @@ PERMANENT = {
     "kernels.b12x.compiler": "captured graphs launch these kernels",
     "kernels.cuda.driver": "the driver's library",
     "kernels.cuda.nvrtc": "NVRTC's library and its version",
+    "kernels.cuda.probe": "what a GPU's tensor cores do",
     "kernels.b12x.precompile": "jobs of a child process",
     "kernels.triton.tiles": "tiles for equal sizes are equal",
     "kernels.b12x.streams": "launches of existing layers stay in order",

@@ -19,6 +19,7 @@ from .cards import Card
 from .cuda import variant as cuda
 from .cuda.decode import CudaKernel
 from .cuda.nvrtc import CompileError
+from .cuda.probe import PROBE
 from .triton import compile_pool
 from .triton.jit import JitKernel
 from .triton.variant import Variant
@@ -92,17 +93,17 @@ def _fill_cuda(task: CompileTask, card: Card, report: Report, before: int, worke
     """Compile the one launch for one geometry, the same for all cards of a capability; return the number of variants."""
     kernel = cast("type[CudaKernel]", task.kind)(card)
     kernel.describe(task.geometry, task.capacity, torch.device("cuda"))
-    variants, family = kernel.variants(), task.kind.features.name
+    variants, family = (PROBE, *kernel.variants()), task.kind.features.name
     report(None, before + len(variants))
 
-    def compiled(variant: cuda.Variant) -> CompileResult:
+    def compiled(variant: cuda.Compilation) -> CompileResult:
         started, cached, error = time.monotonic(), variant.cached(kernel.target) is not None, ""
         try:
             if not cached:
                 cuda.fill(variant, kernel.target)
         except CompileError as failure:
             error = first_line(failure)
-        return CompileResult(family, f"layer, {variant.tokens} tokens", time.monotonic() - started, cached, error)
+        return CompileResult(family, variant.name, time.monotonic() - started, cached, error)
 
     with ThreadPoolExecutor(workers) as pool:
         for result in pool.map(compiled, variants):

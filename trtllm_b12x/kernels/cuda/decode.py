@@ -27,6 +27,7 @@ from trtllm_b12x.kernels.plans import OwnKernel, Plan
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
 from . import driver, records
+from .probe import PROBE, takes_subnormals
 from .variant import SPIN_SECONDS, TOKENS, Variant, load, variants
 
 _HEADER = 1024
@@ -85,6 +86,7 @@ class CudaKernel(OwnKernel):
         self._variants = variants(geometry, self.number_format())
 
     def variants(self) -> tuple[Variant, ...]:
+        """Return those of a card whose tensor cores take bfloat16 subnormals; a plan asks its card."""
         return self._variants
 
     @classmethod
@@ -96,8 +98,13 @@ class CudaKernel(OwnKernel):
     def _make_plan(self) -> LaunchPlan:
         started, needed = time.monotonic(), self.variants()
         with torch.cuda.device(self.device):
-            torch.cuda.current_stream()  # makes the context that modules are loaded into
-            cubins = load(needed, self.target, warmup_command(self.geometry, self.card))
+            device = torch.cuda.current_stream().device  # makes the context that modules are loaded into
+            remedy = warmup_command(self.geometry, self.card)
+            (probe,) = load((PROBE,), self.target, remedy)
+            if not takes_subnormals(device, probe):
+                # The command compiles for cards that need not be here.
+                needed, remedy = variants(self.geometry, self.number_format(), False), "start once without it"
+            cubins = load(needed, self.target, remedy)
             functions = {variant.tokens: driver.Function(cubin, "layer") for variant, cubin in zip(needed, cubins, strict=True)}
         names = "workspace_bytes", "filled_bytes"
         sizes = {tokens: (function.constant(names[0]), function.constant(names[1])) for tokens, function in functions.items()}

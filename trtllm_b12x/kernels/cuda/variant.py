@@ -1,4 +1,4 @@
-"""Compilations of ``layer.cu``: sizes, and what fits a multiprocessor."""
+"""Compilations of ``layer.cu``: sizes, what fits a multiprocessor, and where cubins are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS
 
 from . import nvrtc, records
 
-SOURCE = "layer.cu"
+_SOURCE = "layer.cu"
 TOKENS = (1, 2, 4, 8, 64)
 """Largest calls of the variants. A call takes the first that holds it."""
 _COLUMNS = 8
@@ -44,22 +44,19 @@ SPIN_SECONDS = 30
 
 
 @dataclass(frozen=True)
-class Variant:
-    tokens: int
-    sizes: tuple[tuple[str, int | float], ...]
-    """Constants of ``sizes.cuh``, by name."""
+class Compilation:
+    """A kernel's source, and the cubin of it that is kept."""
+
+    name: str
+    source: str
 
     def files(self) -> dict[str, str]:
         """Return the source and all headers, by name."""
-        sizes = "".join(
-            f"constexpr {'float' if isinstance(value, float) else 'int'} {name} = {value!r}{'f' * isinstance(value, float)};\n"
-            for name, value in self.sizes
-        )
-        return {**sources(), "sizes.cuh": f"#pragma once\n{sizes}", "host_records.cuh": records.checks()}
+        return _texts(self.source, "ptx.cuh")
 
     def compile(self, target: str) -> tuple[bytes, str]:
         """Compile for ``target`` (``sm_120a``): the cubin, and the compiler's log."""
-        return nvrtc.compiled(SOURCE, self.files(), target)
+        return nvrtc.compiled(self.source, self.files(), target)
 
     def assembled(self, target: str) -> str:
         """Compile for ``target``, assembler included, and return the PTX."""
@@ -79,14 +76,34 @@ class Variant:
             return None
 
 
+@dataclass(frozen=True)
+class Variant(Compilation):
+    tokens: int
+    sizes: tuple[tuple[str, int | float], ...]
+    """Constants of ``sizes.cuh``, by name."""
+
+    def files(self) -> dict[str, str]:
+        sizes = "".join(
+            f"constexpr {'float' if isinstance(value, float) else 'int'} {name} = {value!r}{'f' * isinstance(value, float)};\n"
+            for name, value in self.sizes
+        )
+        return {**sources(), "sizes.cuh": f"#pragma once\n{sizes}", "host_records.cuh": records.checks()}
+
+
+def _texts(*names: str) -> dict[str, str]:
+    """Return files of this folder, by name."""
+    return {name: (Path(__file__).parent / name).read_text(encoding="utf-8") for name in names}
+
+
 def sources() -> dict[str, str]:
     """Return the files that all variants share, by name."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.cu*"))}
+    return _texts(_SOURCE, *(path.name for path in Path(__file__).parent.glob("*.cuh")))
 
 
-def variants(g: Geometry, form: Format) -> tuple[Variant, ...]:
+def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Variant, ...]:
     """Return the variants for calls of a layer: of ``TOKENS``, those that pay.
 
+    ``subnormals``: mma.sync takes those of bfloat16. Only the variant of one token depends on it.
     Raise ValueError if the kernel does not take a size or the layout.
     """
     tiled = g.layout.scales != ROWS
@@ -104,7 +121,7 @@ def variants(g: Geometry, form: Format) -> tuple[Variant, ...]:
     if g.scoring is not None and g.num_experts * g.ranks > _MAX_SCORED:
         raise ValueError(f"one launch takes the logits of at most {_MAX_SCORED} experts, not {g.num_experts * g.ranks}")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
-    found = [_variant(g, tokens, form.code_bits, form.group_size, tiled) for tokens in taken]
+    found = [_variant(g, tokens, form.code_bits, form.group_size, tiled, subnormals or tokens > 1) for tokens in taken]
     if found[-1] is None:
         raise ValueError(f"one launch of {taken[-1]} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
     return tuple(variant for variant in found if variant is not None)  # a larger one serves instead
@@ -120,7 +137,7 @@ def _most_apart(g: Geometry) -> int:
     return 1 if g.top_k > 16 or g.stored_hidden > 32 * 128 else 4 if g.stored_hidden > 16 * 128 else _COLUMNS
 
 
-def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Variant | None:
+def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subnormals: bool) -> Variant | None:
     """Return the variant for calls of up to ``tokens`` tokens, or None if a block has not enough shared memory for it."""
     gather = tokens > _COLUMNS
     blocks = -(-g.stored_hidden // 128)
@@ -177,10 +194,11 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool) -> Va
         "ENTRIES": entries,
         "NARROW": int(narrow),
         "SPIN_SECONDS": SPIN_SECONDS,
+        "SUBNORMALS": int(subnormals),
         **offsets,
         **_scoring(g),
     }
-    return Variant(tokens, tuple(values.items()))
+    return Variant(f"layer, {tokens} tokens", _SOURCE, tokens, tuple(values.items()))
 
 
 def _scoring(g: Geometry) -> dict[str, int | float]:
@@ -236,7 +254,7 @@ def _parts_of_fc2(warps: int, blocks: int) -> int:
     return warps // max(split for split in splits if waste[split] <= max(1.15, min(waste.values())))
 
 
-def load(needed: tuple[Variant, ...], target: str, remedy: str) -> Iterator[bytes]:
+def load(needed: tuple[Compilation, ...], target: str, remedy: str) -> Iterator[bytes]:
     """Return the cubins, from the cache or compiled side by side.
 
     Raise PlanError if the cache lacks one and ``TRTLLM_B12X_FREEZE`` forbids a compile (``remedy`` is the command that fills
@@ -251,7 +269,7 @@ def load(needed: tuple[Variant, ...], target: str, remedy: str) -> Iterator[byte
     return (content for content in found.values() if content is not None)
 
 
-def fill(variant: Variant, target: str) -> bytes:
+def fill(variant: Compilation, target: str) -> bytes:
     """Compile a variant and keep the cubin, if the cache can be written."""
     content, _ = variant.compile(target)
     file = variant.file(target)
