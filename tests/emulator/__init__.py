@@ -243,15 +243,16 @@ def kernel_on_cpu(
     blocks: int,
     first_expert: int = 0,
     changed: Mapping[str, str] | None = None,
+    main: str = MAIN,
 ) -> CudaKernel:
     """Return a bound kernel whose launches run on the emulator in so many blocks. Call ``stand_in`` before it runs.
 
-    ``changed``: files of the kernel's source by name, in place of the package's.
+    ``changed``: files of the kernel's source by name, in place of the package's. ``main``: see ``library``.
     """
     kernel = kind(Card(blocks, 228 << 10, 90))
     kernel.describe(geometry, TOKENS[-1], torch.device("cuda"))
     kernel.device = torch.device("cpu")
-    functions: dict[int, Any] = {each.tokens: Function({**each.files(), **(changed or {})}) for each in kernel.variants()}
+    functions: dict[int, Any] = {each.tokens: Function({**each.files(), **(changed or {})}, main) for each in kernel.variants()}
     kernel._plan = LaunchPlan(functions, _Sizes(functions))
     kernel.bind(weights, first_expert)
     ranges = [number for tensor in kernel._tensors for number in (tensor.data_ptr(), tensor.nbytes)]

@@ -184,6 +184,10 @@ inline bool barrier_passed(u32 barrier, u32 parity, const char* what, emulator::
   emulator::acquire(barrier);
   return true;
 }
+inline bool barrier_test(u32 barrier, u32 parity, emulator::Line line = {}) {
+  emulator::look("barrier_test", line);
+  return barrier_passed(barrier, parity, "barrier_test", line);
+}
 inline bool barrier_try_wait(u32 barrier, u32 parity, emulator::Line line = {}) {
   emulator::look("barrier_try_wait", line);
   return barrier_passed(barrier, parity, "barrier_try_wait", line);
@@ -192,6 +196,8 @@ inline void barrier_wait(u32 barrier, u32 parity, emulator::Line line = {}) {
   emulator::look("barrier_wait", line);
   while (!barrier_passed(barrier, parity, "barrier_wait", line)) emulator::wait_turn("barrier_wait", line);
 }
+
+inline void prefetch(const void*) {}
 
 // ---- copies from global to shared memory
 inline void copy16(u32 to, const u8* from, emulator::Line line = {}) { emulator::add_copy(to, from, 16, line); }
@@ -270,6 +276,10 @@ inline uint2 load_relaxed_8(const u32* at, emulator::Line line = {}) {
   emulator::look("load_relaxed_8", line);
   return {at[0], at[1]};
 }
+inline u32 load_relaxed(const u32* at, emulator::Line line = {}) {
+  emulator::look("load_relaxed", line);
+  return *(const volatile u32*)at;
+}
 inline void store_relaxed(u8* at, u32 v, emulator::Line line = {}) {
   emulator::look("store_relaxed", line);
   emulator::store_late((u32*)at, v);
@@ -292,6 +302,16 @@ inline float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
 inline float from_f16(u16 v) { return emulator::of_f16(v); }
 inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   return emulator::fma_bf16((u16)a, (u16)b, (u16)c) | emulator::fma_bf16(a >> 16, b >> 16, c >> 16) << 16;
+}
+inline void from_e4m3x2(u32 pair, float& first, float& second) {
+  auto value = [](u32 byte) {
+    const u32 exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float size = (byte & 127) == 127 ? __builtin_nanf("")
+                       : exponent          ? __builtin_ldexpf(8.f + mantissa, (int)exponent - 10)
+                                           : __builtin_ldexpf((float)mantissa, -9);
+    return byte & 128 ? -size : size;
+  };
+  first = value(pair & 255), second = value(pair >> 8 & 255);
 }
 inline u32 mul_f16x2(u32 a, u32 b) {
   auto product = [](u16 x, u16 y) { return (u32)emulator::f16_of((double)emulator::of_f16(x) * emulator::of_f16(y)); };

@@ -12,18 +12,17 @@ constexpr int NO_BIAS = 0, BFLOAT16_BIAS = 1, FLOAT16_BIAS = 2, FLOAT32_BIAS = 3
 
 constexpr bool NVFP4 = CODE_BITS == 4 && GROUP == 16;  // a block scale is E4M3; else E8M0
 constexpr bool GATHER = MAX_TOKENS > 8;                // columns of a product are an expert's routes; else the tokens
-constexpr int COLUMNS = GATHER ? 8 : MAX_TOKENS;       // of a product that are used
+constexpr int COLUMNS = GATHER ? 8 : MAX_TOKENS;       // of a product that are handed over
 
 // ---- warps
 constexpr int THREADS = (WARPS + 1 + ADDERS) * 32;
 constexpr int SPLIT1 = WARPS / PARTS1, SPLIT2 = WARPS / PARTS2;  // warps that share the columns of a part's rows
 constexpr int READERS = WARPS + ADDERS;                          // warps that read tasks
 
-// ---- a tile: its rows in pieces of 8, as many as a stage has
+// ---- a tile: its rows in pieces of 8; a stage has HALVES of 16 rows
 constexpr int MATRICES = GATED ? 2 : 1;
-constexpr int PIECES = 2 * HALVES;
-constexpr int PIECES1 = PIECES / MATRICES;    // of rows of up, and as many of gate
-constexpr int PIECES2 = NARROW ? 1 : PIECES;  // NARROW: the other piece is the same rows, 128 columns on
+constexpr int PIECES1 = 2 * HALVES1 / MATRICES;    // of rows of up, and as many of gate
+constexpr int PIECES2 = NARROW ? 1 : 2 * HALVES2;  // NARROW: the other piece is the same rows, 128 columns on
 constexpr int PAIR = GATE_ORDER == BY_TURNS && GATED ? 2 : 1;  // rows from one row of up to the next
 constexpr int UP_ROW = !GATED || GATE_ORDER == UP_GATE ? 0 : GATE_ORDER == GATE_UP ? INTERMEDIATE : 1;  // the first
 constexpr int GATE_ROW = GATE_ORDER == UP_GATE ? INTERMEDIATE : 0;
@@ -56,11 +55,14 @@ constexpr u64 EXPERT_SCALES2 =
 // do not begin at multiples of ROW_SCALES are UNEVEN: they are copied in words, the first of which may begin 2 bytes
 // ahead.
 constexpr int LOADS = CODE_BITS / 4;
-constexpr int STAGE_CODES = PIECES * 512 * LOADS;
+constexpr int HALF_CODES = 2 * 512 * LOADS;
 constexpr int ROW_SCALES = 128 / GROUP;
 constexpr bool UNEVEN = !TILED_SCALES && (SCALE_PITCH1 % ROW_SCALES || SCALE_PITCH2 % ROW_SCALES);
 constexpr int SCALE_SLOT = ROW_SCALES + (UNEVEN ? 4 : 0);
-constexpr int STAGE_BYTES = STAGE_CODES + PIECES * 8 * SCALE_SLOT;
+constexpr int HALF_BYTES = HALF_CODES + 16 * SCALE_SLOT;
+constexpr int RING_BYTES = RING_HALVES * HALF_BYTES;  // of a warp
+constexpr int STAGES2 = RING_HALVES / HALVES2;        // stages of FC2 on their way, at most; STAGES1 of FC1
+constexpr int MOST_STAGES = STAGES1 > STAGES2 ? STAGES1 : STAGES2;
 
 // ---- tiles of a matrix, and tasks. A task of FC1 has TILES_A_TASK tiles of each part, one of FC2 a tile of each part.
 constexpr int tiles_of(int rows, int pieces) {
@@ -83,7 +85,6 @@ constexpr int MOST_GROUPS = ROUTES < EXPERTS + ROUTES / 8 ? ROUTES : EXPERTS + R
 // ---- buffers of sums and entries of tasks
 constexpr int BUFFER_BYTES = WARPS * COLUMNS * 64;
 constexpr int ENTRY_BYTES = 16 + 16 * (TASK_TILES1 > TASK_TILES2 ? TASK_TILES1 : TASK_TILES2);
-constexpr int LEAD = STAGES + 2;  // tasks that a block takes ahead of those it computes, at most
 
 static_assert(WARPS % PARTS1 == 0, "WARPS is no multiple of PARTS1: a part would have a warp more than another");
 static_assert(!GATHER || WARPS % PARTS2 == 0,
@@ -94,10 +95,14 @@ static_assert(MAX_TOKENS <= 64, "a call has at most 64 tokens");
 static_assert(TOP_K <= 32, "a token's routes are lanes of a warp");
 static_assert(EXPERTS <= 4096, "an expert's number has 12 bits in Group and Slot");
 static_assert(ROUTES <= 8192, "a route's place has 13 bits in Group");
-static_assert(!NARROW || (HALVES == 1 && !GATHER), "NARROW is one half of a call that does not gather");
+static_assert(!NARROW || (HALVES2 == 1 && !GATHER), "NARROW is one half of a call that does not gather");
 static_assert(TILES_A_TASK == 1 || (GATHER && RESIDENT), "several tiles a task need x in registers");
-static_assert(READERS <= 32, "the warp that takes tickets reads one count a lane");
-static_assert(LEAD < ENTRIES, "a block that is LEAD tasks ahead would wait for an entry");
+static_assert((ENTRIES & (ENTRIES - 1)) == 0, "a task's entry and its parity are bits of its number");
+static_assert(MOST_STAGES < ENTRIES, "a warp asks for weights of entries that it has not given back");
+static_assert(STAGES1 * HALVES1 <= RING_HALVES && RING_HALVES % HALVES1 == 0 && RING_HALVES % HALVES2 == 0,
+              "a stage would reach over the ring's end");
+static_assert(!ONE_TOKEN || (MAX_TOKENS == 1 && !NARROW && CODE_BITS == 4 && HALVES2 == 1),
+              "ONE_TOKEN is a call of one token, of FP4, with one half of 16 rows in a stage of FC2");
 static_assert(BUFFERS % ADDERS == 0, "a buffer would have several warps that add, and a parity tells two phases apart");
-static_assert(BUFFERS % HALVES == 0, "the halves of a tile would not lie in neighboring buffers");
+static_assert(BUFFERS % HALVES1 == 0 && BUFFERS % HALVES2 == 0, "the halves of a tile would lie apart");
 static_assert(BUFFERS <= 6, "no kernel was tried with more buffers");

@@ -28,7 +28,7 @@ from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
 from . import driver, records
 from .probe import PROBE, takes_subnormals
-from .variant import SPIN_SECONDS, TOKENS, Variant, load, variants
+from .variant import MOST_BLOCKS, SPIN_SECONDS, TOKENS, Variant, load, variants
 
 _HEADER = 1024
 """Bytes of counters in front of a workspace, which begin as zeros. The rest begins as ones."""
@@ -132,7 +132,7 @@ class CudaKernel(OwnKernel):
         ]
         launches: dict[tuple[int, ...], _Form] = {}
         for size, function in reversed(self._plan.functions.items()):
-            both = [function.launcher(self.card.multiprocessors, layer, records.CALL) for layer in layers]
+            both = [function.launcher(min(self.card.multiprocessors, MOST_BLOCKS), layer, records.CALL) for layer in layers]
             for tokens in range(1, min(size, self.capacity) + 1):
                 # A call without logits, of a layer that takes some, is refused where it is prepared.
                 routes = (tokens, self.geometry.top_k) if self.geometry.scoring is None else None

@@ -1,4 +1,5 @@
-// Columns of a product: x (FC1) and h (FC2), in the registers of a warp that multiplies.
+// Columns of a product: x (FC1) and h (FC2), in the registers of a warp that multiplies. ONE_TOKEN has its own: see
+// one_token.cuh.
 //
 // A pair of h is its own flag. It begins as 0xffffffff, which no rounding makes; FC2 loads pairs, in the size in which
 // they are written (32 bits, relaxed), until none of them is that, so no order between addresses is needed.
@@ -69,10 +70,10 @@ struct Inputs {
     rows.scales = x[4];
     to_pairs(rows, x);
   }
-  // Loads 128 columns of h again until they are there. Columns beyond the matrix become 0.
+  // Loads 128 columns of h again until they are there, for lanes that have some. Columns beyond the matrix become 0.
   template <class Load>
-  DEVICE void wait_for_h(u32* h, int column, Load again) const {
-    for (;;) {
+  DEVICE void wait_for_h(u32* h, int column, bool some, Load again) const {
+    while (some) {
       u32 most = 0;
       UNROLL
       for (int j = 0; j < 16; j++)
@@ -81,7 +82,7 @@ struct Inputs {
       again();
     }
     __syncwarp();
-    if (FULL2) return;
+    if (FULL2 || !some) return;
     UNROLL
     for (int j = 0; j < 16; j++)
       if (column + column8(t, j / 4) >= INTERMEDIATE) h[j] = 0;

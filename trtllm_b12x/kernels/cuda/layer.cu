@@ -5,8 +5,8 @@
 //     FC1                                expert hit x tiles      group x tiles
 //     FC2                                tile x token            group x tiles
 //     sum                                (part of FC2)           token
-//   A tile of FC1 is HALVES * 8 columns of the intermediate size (16 without a gate) of each of PARTS1 parts. A tile of
-//   FC2 is HALVES * 16 columns of the output; in GATHER of each of PARTS2 parts.
+//   A tile of FC1 is HALVES1 * 8 columns of the intermediate size (16 without a gate) of each of PARTS1 parts. A tile of
+//   FC2 is HALVES2 * 16 columns of the output; in GATHER of each of PARTS2 parts.
 //
 //   Warps 0 to WARPS - 1 of a block copy, decode and multiply. One warp takes tickets and publishes tasks. ADDERS warps
 //   add and write.
@@ -23,7 +23,9 @@
 //     pipeline.cuh   a warp's stages of weights
 //     inputs.cuh     x and h in registers
 //     products.cuh   the warps that multiply
+//     one_token.cuh  those of a call of one token
 //     sums.cuh       the warps that add
+#include "one_token.cuh"
 #include "products.cuh"
 #include "routing.cuh"
 #include "schedule.cuh"
@@ -33,16 +35,10 @@
 DEVICE void set_up(const Block& b) {
   const int tid = threadIdx.x;
   const Shared& shared = b.shared;
-  if (tid == 0) {
-    for (int i = 0; i < BUFFERS; i++) {
-      barrier_init(shared.full() + 8 * i, WARPS);
-      barrier_init(shared.empty() + 8 * i, 1);
-    }
-    barrier_init(shared.ended(), READERS);
-    store_shared(shared.progress(), 0);
-  }
-  if (tid < READERS) store_shared(shared.finished() + 4 * tid, 0);
-  for (int i = tid; i < ENTRIES; i += THREADS) store_shared(shared.entries() + ENTRY_BYTES * i, 0);
+  // The lanes of a warp take turns at mbarriers, 35 ns each on an H100: so a lane of every warp.
+  for (int i = b.warp; i < Shared::BARRIERS && b.lane == 0; i += THREADS / 32)
+    barrier_init(shared.barrier(i), Shared::arrivals(i));
+  if (tid == 0) store_shared(shared.factors(), 0);
   if (GATHER) {
     for (int i = tid; i < MAX_TOKENS; i += THREADS) store_shared(shared.held() + 4 * i, 0);
     clear_counts(b);
@@ -54,18 +50,35 @@ DEVICE void set_up(const Block& b) {
   __syncthreads();
 }
 
+// Brings scales of all experts to L2: behind the weights they would come late.
+DEVICE void prefetch_scales(const Block& b) {
+  if (GROUP != 16 || b.warp <= WARPS) return;
+  auto fetch = [&](const float* from, int count) {
+    for (int i = (threadIdx.x - (WARPS + 1) * 32) * 32; i < count; i += ADDERS * 32 * 32) prefetch(from + i);
+  };
+  fetch(b.layer.alpha1, EXPERTS);
+  if (GATED) fetch(b.layer.halves1, 2 * EXPERTS);
+  fetch(b.layer.input1, b.layer.step1 ? EXPERTS : 1);
+  fetch(b.layer.alpha2, EXPERTS);
+  fetch(b.layer.input2, b.layer.step2 ? EXPERTS : 1);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     layer(const __grid_constant__ Layer arguments, const __grid_constant__ Call call) {
   u8* memory = shared_memory();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Block block = {arguments, call, {call.workspace}, {shared_address(memory), memory}, warp, lane};
   set_up(block);
+  Inputs inputs(block);
+  OneToken one(block);
+  Tickets tickets(block);
+  prefetch_scales(block);
   wait_for_launch_ahead();
   let_next_launch_begin();
 
-  Inputs inputs(block);
-  Tickets tickets(block);
-  if (!GATHER && warp < WARPS) {  // before anything else is known
+  if (ONE_TOKEN && warp < WARPS) {  // before anything else is known
+    one.load_x();
+  } else if (!GATHER && warp < WARPS) {
     inputs.to_token();
     UNROLL
     for (int i = 0; i < BLOCKS_A_WARP; i++) inputs.load<FC1>(inputs.x[i], warp % SPLIT1 + i * SPLIT1);
@@ -82,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     slots = routes.number_slots(block);
   routes.mark(block);
   __syncthreads();
-  routes.store_factor();
+  routes.store_factor(block);
   if (MAX_TOKENS == 1) slots = block.shared.valid()[0];
 
   if (warp == WARPS) {
@@ -90,6 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tickets.run();
   } else if (warp > WARPS) {
     Adder(block).run();
+  } else if constexpr (ONE_TOKEN) {
+    one.run();
   } else {
     Multiplier(block, inputs).run();
   }

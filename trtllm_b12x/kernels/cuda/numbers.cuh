@@ -5,6 +5,18 @@
 
 constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
 
+// ONE_TOKEN: FP4 goes to the tensor cores as it lies in bfloat16's bits, a subnormal that is 2^-126 times as large. x
+// and h are 2^60 times as large: so products and sums are numbers of float32 that are far from both ends of its range.
+// |x| or |h| of 2^67 or more becomes infinite, and outputs infinite or NaN, never a finite wrong number. In float16 FP4
+// is 2^-14 times as large, and x stays. Block scales multiply sums, in float32. Without SUBNORMALS the tensor cores
+// take subnormals as zeros: codes are made 2^126 times as large first, and x and h stay.
+constexpr bool RAW_X = FLOAT16 || !SUBNORMALS;
+constexpr u32 TWO_TO_60 = 0x5d805d80u, TWO_TO_126 = 0x7e807e80u;  // pairs
+// What sums of FC1 and of FC2 are multiplied by, and h when it is stored.
+constexpr float FACTOR2 = !ONE_TOKEN ? CODE_FACTOR : SUBNORMALS ? 0x1p66f : 1.f;
+constexpr float FACTOR1 = ONE_TOKEN && FLOAT16 ? 0x1p14f : FACTOR2;
+constexpr float H_FACTOR = ONE_TOKEN && SUBNORMALS ? 0x1p60f : 1.f;
+
 // A block scale as a pair, and what to add: NaN if the scale is E8M0's NaN, else minus 0. In bfloat16 FP4's is 2^118
 // times as large.
 struct Scale {
@@ -59,7 +71,34 @@ DEVICE void decode8(u32 word, const Scale& scale, u32* pairs) {
 DEVICE int column8(int t, int i) { return CODE_BITS == 4 ? 32 * t + 8 * i : (i >> 1) * 64 + 16 * t + 8 * (i & 1); }
 DEVICE int column16(int t, int j) { return CODE_BITS == 4 ? 32 * t : 64 * j + 16 * t; }
 
-// 32 columns of a row. One scale (MXFP4), or two in a byte each.
+// ONE_TOKEN: eight codes as they are, to the pairs of `decode4`.
+template <bool float16>
+DEVICE void raw4(u32 word, u32* pairs) {
+  if (float16) {
+    pairs[0] = (word << 12 & MINUS_ZEROS) | (word << 9 & 0x0e000e00);
+    pairs[1] = (word << 8 & MINUS_ZEROS) | (word << 5 & 0x0e000e00);
+    pairs[2] = (word << 4 & MINUS_ZEROS) | (word << 1 & 0x0e000e00);
+    pairs[3] = (word & MINUS_ZEROS) | (word >> 3 & 0x0e000e00);
+    return;
+  }
+  const u32 high = word >> 8;
+  pairs[0] = (word & 0x000f000f) * 0x1040 & 0x81c081c0;
+  pairs[1] = (word & 0x00f000f0) * 0x0104 & 0x81c081c0;
+  pairs[2] = (high & 0x000f000f) * 0x1040 & 0x81c081c0;
+  pairs[3] = (high & 0x00f000f0) * 0x0104 & 0x81c081c0;
+  if (SUBNORMALS) return;
+  UNROLL
+  for (int i = 0; i < 4; i++) pairs[i] = fma_bf16x2(pairs[i], TWO_TO_126, MINUS_ZEROS);
+}
+// Two block scales in float32: E4M3, or E8M0, where 255 is NaN and 0 is 2^-127, a subnormal.
+DEVICE void scales_of(u32 bytes, float& first, float& second) {
+  if (GROUP == 16) return from_e4m3x2(bytes, first, second);
+  auto value = [](u32 byte) { return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u); };
+  first = value(bytes & 255);
+  second = value(bytes >> 8 & 255);
+}
+
+// 32 columns of a row. One scale (MXFP4), or two in a byte each. ONE_TOKEN: bytes that `Stages::column_scales` returns.
 struct Rows {
   uint4 codes[LOADS];
   u32 scales;
@@ -97,10 +136,11 @@ DEVICE void multiply(float (*sums)[4], const Rows& low, const Rows& high, const 
   }
 }
 
-// 32 columns of x or h in bfloat16 or float16, from the order of memory to that of decoded pairs.
+// x or h in bfloat16 or float16, from the order of memory to that of decoded pairs.
+template <int words = 16>
 DEVICE void to_pairs(u32* x) {
   UNROLL
-  for (int i = 0; i < 16; i += 4) {
+  for (int i = 0; i < words; i += 4) {
     const u32 a = x[i], b = x[i + (CODE_BITS == 4 ? 2 : 1)], c = x[i + (CODE_BITS == 4 ? 1 : 2)], d = x[i + 3];
     x[i] = __byte_perm(a, b, 0x5410);
     x[i + 1] = __byte_perm(a, b, 0x7632);

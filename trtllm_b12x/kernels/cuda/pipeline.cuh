@@ -1,17 +1,12 @@
-// A warp's ring of STAGES stages of weights in shared memory. A lane copies (cp.async) the 16 bytes that it decodes
-// later, so there is no producer and no barrier, only copy_wait and __syncwarp. The ring runs on across tasks: FC2's
-// weights are on their way while FC1 computes.
+// A warp's ring of weights in shared memory. A lane copies (cp.async) the 16 bytes that it decodes later, so there is
+// no producer and no barrier, only copy_wait and __syncwarp. The ring runs on across tasks: FC2's weights are on their
+// way while FC1 computes.
 //
 // A stage is HALVES * 16 rows x 128 columns of one matrix, codes and block scales. Warp (part, split) takes the blocks
 // of 128 columns split, split + SPLIT1, ... of the rows of its part of a task's tiles; in FC2 of a call that does not
 // gather, warp w takes the units w, w + WARPS, ... of (route, block).
 #pragma once
 #include "schedule.cuh"
-
-// Returns the entry of the task behind this one.
-DEVICE u32 next_entry(const Block& b, u32 entry) {
-  return entry == b.shared.entries() + (ENTRIES - 1) * ENTRY_BYTES ? b.shared.entries() : entry + ENTRY_BYTES;
-}
 
 // Copies ROW_SCALES bytes of a row of scales, of which `left` are left.
 template <int bytes>
@@ -26,8 +21,8 @@ DEVICE void copy_scales(u32 to, const u8* from, int left) {
 struct Stages {
   // Lanes that copy scales, and bytes of each. In 128x4 tiles a lane copies 16 bytes of a row of rows and four groups
   // of columns.
-  static constexpr int LANES1 = TILED_SCALES ? MATRICES * TILES_A_BLOCK * 8 : PIECES * 8;
-  static constexpr int LANES2 = TILED_SCALES ? (NARROW ? 2 : 1) * TILES_A_BLOCK * 8 : PIECES * 8;
+  static constexpr int LANES1 = TILED_SCALES ? MATRICES * TILES_A_BLOCK * 8 : HALVES1 * 16;
+  static constexpr int LANES2 = TILED_SCALES ? (NARROW ? 2 : 1) * TILES_A_BLOCK * 8 : HALVES2 * 16;
   static constexpr int BYTES1 = TILED_SCALES ? 4 * PIECES1 : SCALE_SLOT,
                        BYTES2 = TILED_SCALES ? 4 * PIECES2 : SCALE_SLOT;
   // Bytes ahead of an odd row's scales.
@@ -42,10 +37,10 @@ struct Stages {
   const Block& b;
   const int g, t, part, split1, own1, split2, own2;  // own: blocks of columns of this warp
   int waiting = 0;                                   // stages that are asked for and not used
-  // What is asked for next: stage of the task, of so many; tile of the task; its entry; the tag that a published task
-  // has, less its kind.
+  int halves = 0;                                    // and their halves
+  // What is asked for next: number of the task; stage of the task, of so many; tile of the task.
+  u32 number = 0;
   int stage = 0, units = 0, tile = 0;
-  u32 entry, tag = 4;
   u32 slot = 0, used = 0;  // bytes in the ring: where that stage goes, and the one that is used next
   bool ended = false;      // nothing more is to be asked for
   // This lane's bytes within a task's codes, and scales that it copies for the warp; the ring; where it reads scales of
@@ -61,8 +56,7 @@ struct Stages {
         split1(block.warp % SPLIT1),
         own1((BLOCKS1 - split1 + SPLIT1 - 1) / SPLIT1),
         split2(block.warp % SPLIT2),
-        own2((BLOCKS2 - split2 + SPLIT2 - 1) / SPLIT2),
-        entry(block.shared.entries()) {}
+        own2((BLOCKS2 - split2 + SPLIT2 - 1) / SPLIT2) {}
 
   DEVICE void begin() {
     const int lane = b.lane;
@@ -76,14 +70,14 @@ struct Stages {
               : NARROW     ? (lane & 7) * SCALE_PITCH2 + (lane >> 3) * ROW_SCALES
                            : lane * SCALE_PITCH2;
     ring = b.shared.stages(b.warp);
-    // A lane's first two groups of columns: where their scales are in a row of a stage, and in a 128x4 tile, one of
-    // `tile4`.
-    const u32 in_row = GROUP == 16 ? 2 * t : CODE_BITS == 4 ? t : t >> 1;
-    const u32 in_tile = GROUP == 16 ? (t & 1) * 2 : in_row, tile4 = TILES_A_BLOCK == 2 ? t >> 1 : 0;
-    read1 = STAGE_CODES + (TILED_SCALES ? (tile4 * 8 + g) * BYTES1 + in_tile
-                                        : g * SCALE_SLOT + in_row + (PAIR == 2 ? UP_ROW : g & 1) * ODD1);
-    read2 =
-        STAGE_CODES + (TILED_SCALES ? (tile4 * 8 + g) * BYTES2 + in_tile : g * SCALE_SLOT + in_row + (g & 1) * ODD2);
+    // The scales that a lane needs: where they are in a row of a stage, and in a 128x4 tile, one of `tile4`.
+    const u32 own = GROUP == 16 ? 2 * t : CODE_BITS == 4 ? t : t >> 1, both = (t & 1) * (32 / GROUP) * 2;
+    const u32 in_row = ONE_TOKEN ? both : own, tile4 = TILES_A_BLOCK == 1 ? 0 : ONE_TOKEN ? t & 1 : t >> 1;
+    const u32 in_tile = GROUP == 32 ? in_row : ONE_TOKEN ? 0 : (t & 1) * 2;
+    read1 = HALVES1 * HALF_CODES + (TILED_SCALES ? (tile4 * 8 + g) * BYTES1 + in_tile
+                                                 : g * SCALE_SLOT + in_row + (PAIR == 2 ? UP_ROW : g & 1) * ODD1);
+    read2 = HALVES2 * HALF_CODES +
+            (TILED_SCALES ? (tile4 * 8 + g) * BYTES2 + in_tile : g * SCALE_SLOT + in_row + (g & 1) * ODD2);
     keep(codes1), keep(codes2), keep(scales1), keep(scales2), keep(read1), keep(read2), keep(ring);
   }
 
@@ -93,35 +87,37 @@ struct Stages {
   // Asks for the next stage if its task is published, or once it is. Returns whether it went on: by a
   // stage, or past a task of which this warp has none.
   DEVICE bool ask(bool wait) {
-    u32 word = acquire_shared(entry);
-    while (wait && (word & ~3u) != tag) word = acquire_shared(entry);
-    if ((word & ~3u) != tag) return false;
-    if (word & 2) {
+    if (!wait && !is_published(b, number)) return false;
+    const u32 kind = wait ? kind_of(b, number) : load_shared(b.shared.entry(number));
+    if (kind == END || kind == SUM) {
       ended = true;
       return false;
     }
-    const bool fc1 = !(word & FC2);
-    const bool task_ends = fc1 ? copy1(ring + slot) : copy2(ring + slot);
-    if (fc1 || units > 0) {
+    if (kind == FC1 ? waiting >= STAGES1 : halves + HALVES2 > RING_HALVES) return false;
+    const bool task_ends = kind == FC1 ? copy1(ring + slot) : copy2(ring + slot);
+    const int size = kind == FC1 ? HALVES1 : units > 0 ? HALVES2 : 0;
+    if (size) {
       copy_commit();
       waiting++;
-      slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+      halves += size;
+      slot += size * HALF_BYTES;
+      if (slot == RING_BYTES) slot = 0;
     }
     if (task_ends) {
       stage = tile = 0;
-      tag += 4;
-      entry = next_entry(b, entry);
+      number++;
     }
     return true;
   }
   // Copies a stage of FC1. Returns whether it is the task's last.
   DEVICE bool copy1(u32 to) {
+    const u32 entry = b.shared.entry(number);
     const uint4 from = load_shared_16(entry + TILES_AT + 16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)));
     const int later = stage * SPLIT1;  // blocks behind the warp's first
     const int column = (split1 + later) * 128;
     const u8* codes = b.layer.w1 + ((u64)from.x << 4) + (codes1 + later * (16 * CODE_BITS));
     UNROLL
-    for (int n = 0; n < PIECES * LOADS; n++) {
+    for (int n = 0; n < 2 * HALVES1 * LOADS; n++) {
       const int i = n % LOADS, piece = n / LOADS, j = GATED ? piece >> 1 : piece;
       const u8* at = codes + (j * NEXT_PIECE * PAIR + (GATED && piece & 1 ? GATE_ROW : UP_ROW)) * CODE_PITCH1 + i * 64;
       const bool there = (EXACT1 || (int)from.w + j * NEXT_PIECE < INTERMEDIATE) &&
@@ -137,7 +133,7 @@ struct Stages {
         EXACT1 || (int)from.w + (TILED_SCALES ? 0 : (GATED ? b.lane >> 4 : b.lane >> 3) * 8) < INTERMEDIATE;
     if ((LANES1 == 32 || b.lane < LANES1) && group && row)
       copy_scales<TILED_SCALES ? BYTES1 : ROW_SCALES>(
-          to + STAGE_CODES + b.lane * BYTES1,
+          to + HALVES1 * HALF_CODES + b.lane * BYTES1,
           b.layer.s1 + ((u64)(gate ? from.z : from.y) << 1) +
               (scales1 + later * (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES)),
           SCALE_PITCH1 - (split1 + later) * ROW_SCALES);
@@ -150,6 +146,7 @@ struct Stages {
   }
   // Copies a stage of FC2, if this warp has one.
   DEVICE bool copy2(u32 to) {
+    const u32 entry = b.shared.entry(number);
     if (stage == 0) units = GATHER ? own2 : units_of(load_shared(entry + INFO_AT) >> 16);
     if (units > 0) {
       const uint4 from = load_shared_16(entry + TILES_AT + (GATHER ? 16 * (b.warp / SPLIT2) : 0));
@@ -159,7 +156,7 @@ struct Stages {
       const u8* codes =
           b.layer.w2 + ((u64)(from.x + (GATHER ? 0 : load_shared(route))) << 4) + (codes2 + block * (16 * CODE_BITS));
       UNROLL
-      for (int n = 0; n < PIECES * LOADS; n++) {
+      for (int n = 0; n < 2 * HALVES2 * LOADS; n++) {
         const int i = n % LOADS, piece = n / LOADS;
         const u8* at = codes + piece * (NARROW ? 16 * CODE_BITS : NEXT_PIECE * CODE_PITCH2) + i * 64;
         const bool row = EXACT2 || (int)from.w + (NARROW ? 0 : piece * NEXT_PIECE) < STORED_HIDDEN;
@@ -175,7 +172,7 @@ struct Stages {
       const bool row = EXACT2 || NARROW || (int)from.w + (TILED_SCALES ? 0 : (b.lane >> 3) * 8) < STORED_HIDDEN;
       if ((LANES2 == 32 || b.lane < LANES2) && group && row)
         copy_scales<TILED_SCALES ? BYTES2 : ROW_SCALES>(
-            to + STAGE_CODES + b.lane * BYTES2,
+            to + HALVES2 * HALF_CODES + b.lane * BYTES2,
             b.layer.s2 + ((u64)(from.y + (GATHER ? 0 : load_shared(route + ROUTE_SCALES))) << 1) +
                 (scales2 + block * (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES)),
             SCALE_PITCH2 - (int)(block + (NARROW ? b.lane >> 3 : 0)) * ROW_SCALES);
@@ -186,26 +183,35 @@ struct Stages {
   // Waits until the stage that is used next is there.
   DEVICE void open() {
     while (waiting == 0) ask(true);
-    if (waiting >= STAGES)
-      copy_wait<STAGES - 1>();
-    else if (STAGES > 2 && waiting == STAGES - 1)
-      copy_wait<STAGES - 2>();
-    else if (waiting == 2)
-      copy_wait<1>();
-    else
-      copy_wait<0>();
+    wait_for_all_but<MOST_STAGES - 1>();
     __syncwarp();
   }
+  // Waits until at most `waiting` - 1 stages, and at most `most`, are on their way.
+  template <int most>
+  DEVICE void wait_for_all_but() const {
+    if constexpr (most > 0) {
+      if (waiting <= most) return wait_for_all_but<most - 1>();
+    }
+    copy_wait<most>();
+  }
   // It is in registers: asks for another one in its place.
+  template <int phase>
   DEVICE void close() {
+    constexpr int size = phase == FC1 ? HALVES1 : HALVES2;
     __syncwarp();
     waiting--;
-    used = used == (STAGES - 1) * STAGE_BYTES ? 0 : used + STAGE_BYTES;
+    halves -= size;
+    used += size * HALF_BYTES;
+    if (used == RING_BYTES) used = 0;
     fill();
   }
   DEVICE void fill(bool wait = false) {
-    while (!ended && waiting < STAGES && ask(wait && tag == 4)) {
+    while (!ended && waiting < MOST_STAGES && ask(wait && number == 0)) {
     }
+  }
+  // A task of FC2 of which this warp has no unit: nothing of it is to be asked for.
+  DEVICE void pass(u32 task) {
+    if (number == task) number++;
   }
   // Reads a half of the stage: two pieces. `scales`: where this lane's are, `other`: from there to the other piece's.
   // What lies beyond the `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
@@ -217,6 +223,11 @@ struct Stages {
       for (int j = 0; j < LOADS; j++)
         rows[i].codes[j] = load_shared_16(from + b.lane * 16 + ((2 * half + i) * LOADS + j) * 512);
       const u32 at = from + scales + i * other;
+      if (ONE_TOKEN) {
+        rows[i].scales = column_scales(at);
+        if (columns % 128) rows[i].scales &= columns_there(column, columns);
+        continue;
+      }
       if (CODE_BITS == 8)
         rows[i].scales = load_shared_u8(at) | load_shared_u8(at + 2) << 8;
       else
@@ -228,6 +239,16 @@ struct Stages {
           rows[i].scales &= 255;
       }
     }
+  }
+  // ONE_TOKEN: scales of the slices of products' columns 2t and 2t + 1; see one_token.cuh.
+  DEVICE u32 column_scales(u32 at) const {
+    if (GROUP == 32) return load_shared_u16(at);
+    return UNEVEN ? load_shared_u16(at) | load_shared_u16(at + 2) << 16 : load_shared(at);
+  }
+  // A mask of those that are columns of the matrix.
+  DEVICE u32 columns_there(int column, int columns) const {
+    const int first = column + (t & 1) * 64;
+    return first >= columns ? 0 : first + 32 < columns ? ~0u : GROUP == 16 ? 0xffff : 255;
   }
   DEVICE void read1_half(Rows* rows, int half, int block) const {
     read(rows, half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);

@@ -2,8 +2,8 @@
 //
 // The columns of mma.m16n8k16: FC1 multiplies for all tokens of the call, also for those that the expert has not; their
 // columns are not handed over. FC2 multiplies for one token at a time. In a call that gathers the columns are the
-// routes of the group. NARROW: the rows g + 8 of a product are the same rows on the second 128 columns, whose h is in
-// column 1.
+// routes of the group. NARROW: the rows g + 8 of a product are the same rows on the second 128 columns. One token has
+// warps of its own: see one_token.cuh.
 #pragma once
 #include "inputs.cuh"
 #include "pipeline.cuh"
@@ -15,31 +15,27 @@ struct Multiplier {
   Stages stages;
   const int g, t;
   u32 buffer = 0, turn = 0;  // the buffer that is filled next, and the parity of its phase
-  int number = 0;            // of the task that is computed next
+  u32 number = 0;            // of the task that is computed next
   u32 entry;                 // and its entry
 
   DEVICE Multiplier(const Block& block, Inputs& inputs)
-      : b(block), in(inputs), stages(block), g(block.lane >> 2), t(block.lane & 3), entry(block.shared.entries()) {}
+      : b(block), in(inputs), stages(block), g(block.lane >> 2), t(block.lane & 3), entry(block.shared.entry(0)) {}
 
-  // Waits for the next task. Returns its kind.
-  DEVICE u32 current() {
-    u32 word;
-    while (((word = acquire_shared(entry)) & ~3u) != tag_of(number, 0))
-      if (stages.waiting == 0 && !stages.ended) stages.ask(false);
-    return word & 3;
+  DEVICE u32 current() const { return kind_of(b, number); }
+  // Whether the task behind this one is published, and of this kind.
+  DEVICE bool next_is(u32 kind) const {
+    return is_published(b, number + 1) && load_shared(b.shared.entry(number + 1)) == kind;
   }
-  DEVICE bool next_is(u32 kind) const { return acquire_shared(entry) == tag_of(number, kind); }
-  // What this warp needs of the entry is in registers.
-  DEVICE void passed() {
+  DEVICE void end_task() {
+    give_back(b, number);
     number++;
-    entry = next_entry(b, entry);
-    if (threadIdx.x == 0) release_shared(b.shared.progress(), number);
+    entry = b.shared.entry(number);
   }
   // Hands columns 2t and 2t + 1 of a tile's rows to the warps that add.
+  template <int HALVES>
   DEVICE void hand_over(float (*sums)[2][4], bool even, bool odd) {
     UNROLL
-    for (int half = 0; half < HALVES; half++)
-      barrier_wait(b.shared.empty() + 8 * ((buffer + half) % BUFFERS), turn ^ 1);
+    for (int half = 0; half < HALVES; half++) barrier_wait(b.shared.empty((buffer + half) % BUFFERS), turn ^ 1);
     UNROLL
     for (int half = 0; half < HALVES; half++) {
       const float *first = sums[half][0], *second = sums[half][1];
@@ -55,7 +51,7 @@ struct Multiplier {
       }
     }
     __syncwarp();
-    if (b.lane < HALVES) barrier_arrive(b.shared.full() + 8 * ((buffer + b.lane) % BUFFERS));
+    if (b.lane < HALVES) barrier_arrive(b.shared.full((buffer + b.lane) % BUFFERS));
     buffer += HALVES;
     if (buffer >= BUFFERS) {
       buffer -= BUFFERS;
@@ -67,6 +63,7 @@ struct Multiplier {
   // A tile of FC1. `ready(i)` is called before x of block i is used, `used(i)` after.
   template <class Ready, class Used>
   DEVICE void resident_tile(bool even, bool odd, Ready ready, Used used) {
+    constexpr int HALVES = HALVES1;
     float sums[HALVES][2][4] = {};
     UNROLL
     for (int i = 0; i < BLOCKS_A_WARP; i++) {
@@ -75,14 +72,14 @@ struct Multiplier {
       stages.open();
       UNROLL
       for (int half = 0; half < HALVES; half++) stages.read1_half(rows[half], half, stages.split1 + i * SPLIT1);
-      stages.close();
+      stages.close<FC1>();
       ready(i);
       UNROLL
       for (int half = 0; half < HALVES; half++)
         multiply<FLOAT16>(sums[half], rows[half][0], rows[half][1], in.x[RESIDENT ? i : 0]);
       used(i);
     }
-    hand_over(sums, even, odd);
+    hand_over<HALVES>(sums, even, odd);
   }
   // A task of FC1 in a call that gathers: TILES_A_TASK tiles for a group.
   DEVICE void resident_task() {
@@ -92,7 +89,6 @@ struct Multiplier {
       UNROLL
       for (int i = 0; i < BLOCKS_A_WARP; i++) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
     }
-    passed();
     ROLLED
     for (int tile = 0; tile < TILES_A_TASK; tile++)
       resident_tile(
@@ -102,9 +98,10 @@ struct Multiplier {
           },
           [&](int i) {
             if (tile < TILES_A_TASK - 1) return;
-            if (i == 0 && (in.asked = next_is(FC1))) in.find<FC1>(entry);
+            if (i == 0 && (in.asked = next_is(FC1))) in.find<FC1>(b.shared.entry(number + 1));
             if (in.asked) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
           });
+    end_task();
   }
 
   // ---- x or h in registers for one block of columns at a time
@@ -112,14 +109,13 @@ struct Multiplier {
   template <int phase>
   DEVICE void streamed_task() {
     constexpr bool fc2 = phase == FC2;
-    constexpr int STEP = fc2 ? SPLIT2 : SPLIT1;
+    constexpr int STEP = fc2 ? SPLIT2 : SPLIT1, HALVES = fc2 ? HALVES2 : HALVES1;
     const int begin = fc2 ? stages.split2 : stages.split1, own = fc2 ? stages.own2 : stages.own1;
     const int last = load_shared(entry + WORD_AT) >> 25;
     if (!in.asked) {
       in.find<phase>(entry);
       in.load<phase>(in.x[0], begin);
     }
-    passed();
     float sums[HALVES][2][4] = {};
     ROLLED
     for (int i = 0; i < own; i++) {
@@ -133,9 +129,9 @@ struct Multiplier {
         else
           stages.read1_half(rows[half], half, block);
       }
-      stages.close();
+      stages.close<phase>();
       if (fc2)
-        in.wait_for_h(in.x[0], block * 128, [&] { in.load<phase>(in.x[0], block); });
+        in.wait_for_h(in.x[0], block * 128, true, [&] { in.load<phase>(in.x[0], block); });
       else
         in.arrange(in.x[0]);
       UNROLL
@@ -147,79 +143,86 @@ struct Multiplier {
           if ((in.asked = i + 1 < own)) {
             in.load<phase>(in.x[0], block + STEP);
           } else if ((in.asked = next_is(phase))) {
-            in.find<phase>(entry);
+            in.find<phase>(b.shared.entry(number + 1));
             in.load<phase>(in.x[0], begin);
           }
         }
         multiply<FLOAT16 && !fc2>(sums[half], rows[half][0], rows[half][1], now);
       }
     }
-    hand_over(sums, 2 * t <= last, 2 * t < last);
+    hand_over<HALVES>(sums, 2 * t <= last, 2 * t < last);
+    end_task();
   }
 
   // ---- a call that does not gather
   DEVICE void fc1_of_tokens() {
     const u32 tokens = Slot{load_shared(entry + WORD_AT)}.tokens_from(2 * t);  // that the expert has
-    passed();
     resident_tile(tokens & 1, tokens & 2, [](int) {}, [](int) {});
+    end_task();
   }
-  // A token's units of FC2 go round the warps; products are added up over its routes here.
+  // A token's units of FC2 go round the warps; products are added up over its routes here. The columns of a product are
+  // units: h of several is loaded at once, and unit j of them is right in column j (NARROW: in 2j and 2j + 1).
   DEVICE void fc2_of_token(const u8* h) {
+    constexpr int WIDTH = NARROW ? 2 : 1, AT_ONCE = 8 / WIDTH, HALVES = HALVES2;
     const u32 token = load_shared(entry + INFO_AT) >> 16;
     const int own = stages.units_of(token);
-    passed();
-    if (own <= 0 && stages.tag == (u32)number << 2) {  // nothing to ask for in this task
-      stages.tag += 4;
-      stages.entry = entry;
-    }
-    float sums[HALVES][4] = {};
+    if (own <= 0) stages.pass(number);
+    float sums[HALVES][2] = {};
     auto route_of = [&](u32 unit) { return b.shared.routes() + (token * TOP_K + unit / UNITS2) * 16; };
-    auto load_h = [&](int i) {  // of unit i
-      const u32 unit = b.warp + i * WARPS, route = load_shared(route_of(unit) + ROUTE_NUMBER);
-      in.row = h + ((u64)route * BLOCKS2 + unit % UNITS2 * (NARROW ? 2 : 1)) * 256;
-      in.load<FC2>(in.x[0], 0);
-    };
-    if (own > 0) load_h(0);
     ROLLED
-    for (int i = 0; i < own; i++) {
-      const u32 unit = b.warp + i * WARPS, block = unit % UNITS2 * (NARROW ? 2 : 1);
-      const float factor = load_shared_float(route_of(unit) + ROUTE_FACTOR);
-      Rows rows[HALVES][2];
-      stages.open();
+    for (int from = 0; from < own; from += AT_ONCE) {
+      const int mine = from + g / WIDTH;  // the unit of this lane's column
+      const bool some = mine < own;
+      const u32 of_mine = b.warp + (some ? mine : 0) * WARPS;
+      const int block_of_mine = of_mine % UNITS2 * WIDTH + g % WIDTH;
+      in.row = h + ((u64)load_shared(route_of(of_mine) + ROUTE_NUMBER) * BLOCKS2 + block_of_mine) * 256;
       UNROLL
-      for (int half = 0; half < HALVES; half++) stages.read2_half(rows[half], half, block);
-      stages.close();
-      in.wait_for_h(in.x[0], block * 128 + (NARROW ? (g & 1) * 128 : 0), [&] { in.load<FC2>(in.x[0], 0); });
-      UNROLL
-      for (int half = 0; half < HALVES; half++) {
-        float products[2][4] = {};
-        u32 now[16];
+      for (int j = 0; j < 16; j++) in.x[0][j] = 0;
+      if (some) in.load<FC2>(in.x[0], 0);
+      ROLLED
+      for (int j = 0; j < AT_ONCE && from + j < own; j++) {
+        const u32 unit = b.warp + (from + j) * WARPS;
+        const float factor = load_shared_float(route_of(unit) + ROUTE_FACTOR);
+        Rows rows[HALVES][2];
+        stages.open();
         UNROLL
-        for (int j = 0; j < 16; j++) now[j] = in.x[0][j];
-        if (half == HALVES - 1 && i + 1 < own) load_h(i + 1);
-        multiply<false>(products, rows[half][0], rows[half][1], now);
+        for (int half = 0; half < HALVES; half++) stages.read2_half(rows[half], half, unit % UNITS2 * WIDTH);
+        stages.close<FC2>();
+        in.wait_for_h(in.x[0], block_of_mine * 128, g / WIDTH == j, [&] { in.load<FC2>(in.x[0], 0); });
+        const bool has = t == (NARROW ? j : j >> 1), odd = !NARROW && j & 1;
         UNROLL
-        for (int j = 0; j < 4; j += 2)
-          sums[half][j] += factor * (products[0][NARROW && j ? 3 : j] + products[1][NARROW && j ? 3 : j]);
+        for (int half = 0; half < HALVES; half++) {
+          float products[2][4] = {};
+          multiply<false>(products, rows[half][0], rows[half][1], in.x[0]);
+          const float low = products[0][0] + products[1][0], low_odd = products[0][1] + products[1][1];
+          const float high = products[0][2] + products[1][2], high_odd = products[0][3] + products[1][3];
+          if (has) {
+            sums[half][0] += factor * (odd ? low_odd : low);
+            sums[half][1] += factor * (odd || NARROW ? high_odd : high);
+          }
+        }
       }
     }
     UNROLL
     for (int half = 0; half < HALVES; half++) {
       const u32 at = b.shared.sums() + buffer * BUFFER_BYTES + b.warp * 64 + g * 4;
-      barrier_wait(b.shared.empty() + 8 * buffer, turn ^ 1);
-      if (t == 0 && NARROW) {
-        store_shared_float(at, sums[half][0] + sums[half][2]);
-      } else if (t == 0) {
-        store_shared_float(at, sums[half][0]);
-        store_shared_float(at + 32, sums[half][2]);
+      float low = sums[half][0] + (NARROW ? sums[half][1] : 0.f), high = sums[half][1];
+      UNROLL
+      for (int d = 1; d < 4; d *= 2) {
+        low += __shfl_xor_sync(~0u, low, d);
+        if (!NARROW) high += __shfl_xor_sync(~0u, high, d);
       }
+      barrier_wait(b.shared.empty(buffer), turn ^ 1);
+      if (t == 0) store_shared_float(at, low);
+      if (t == 0 && !NARROW) store_shared_float(at + 32, high);
       __syncwarp();
-      if (b.lane == 0) barrier_arrive(b.shared.full() + 8 * buffer);
+      if (b.lane == 0) barrier_arrive(b.shared.full(buffer));
       if (++buffer == BUFFERS) {
         buffer = 0;
         turn ^= 1;
       }
     }
+    end_task();
   }
 
   DEVICE void run() {
@@ -235,21 +238,17 @@ struct Multiplier {
       in.asked = false;
       while (current() == FC2) streamed_task<FC2>();
       stages.ended = true;  // there are no weights left
-      for (int n = 1; current() == SUM; n++) {
+      while (current() == SUM) {
         const u32 token = load_shared(entry + INFO_AT);
-        const u32 local = load_shared(b.shared.held() + token * 4);
-        passed();
-        sum_token(b, token, local);
-        __syncwarp();  // all lanes have read the entry
-        if (b.lane == 0) release_shared(b.shared.finished() + 4 * b.warp, n);
+        sum_token(b, token, load_shared(b.shared.held() + token * 4));
+        end_task();
       }
     } else {
       UNROLL
       for (int i = 0; i < BLOCKS_A_WARP; i++) in.arrange(in.x[i]);
       while (current() == FC1) fc1_of_tokens();
       named_barrier<1, WARPS * 32>();  // factors of the routes are there
-      const u8* h =
-          b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + t * 16 + (NARROW ? (g & 1) * 256 : 0);
+      const u8* h = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + t * 16;
       while (current() == FC2) fc2_of_token(h);
     }
     if (b.lane == 0) barrier_arrive(b.shared.ended());

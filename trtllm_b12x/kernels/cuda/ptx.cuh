@@ -53,7 +53,16 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       "r"(parity)
       : "memory");
 }
-// The same for 0.1 ms at most. Returns whether the phase has ended.
+// Returns whether it has ended.
+DEVICE bool barrier_test(u32 barrier, u32 parity) {
+  u32 passed;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(passed)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return passed;
+}
+// Waits for 0.1 ms at most. Returns whether it has ended.
 DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
   u32 passed;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, p;\n}"
@@ -62,6 +71,9 @@ DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
                : "memory");
   return passed;
 }
+
+// Brings 32 bytes or more to L2.
+DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // ---- copies from global to shared memory
 DEVICE void copy16(u32 to, const u8* from) {
@@ -151,6 +163,11 @@ DEVICE uint2 load_relaxed_8(const u32* at) {
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
   return v;
 }
+DEVICE u32 load_relaxed(const u32* at) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
 DEVICE void store_relaxed(u8* at, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
@@ -184,6 +201,13 @@ DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   u32 r;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
+}
+// Two E4M3 of the low 16 bits.
+DEVICE void from_e4m3x2(u32 pair, float& first, float& second) {
+  asm("{\n.reg .b16 p, a, b;\n.reg .b32 h;\ncvt.u16.u32 p, %2;\ncvt.rn.f16x2.e4m3x2 h, p;\nmov.b32 {a, b}, h;\n"
+      "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+      : "=f"(first), "=f"(second)
+      : "r"(pair));
 }
 DEVICE u32 mul_f16x2(u32 a, u32 b) {
   u32 r;

@@ -43,7 +43,7 @@ extern "C" __device__ const int workspace_bytes = HEADER + 2 * H_BUFFER + ALL_SH
 
 struct Workspace {
   u8* base;
-  DEVICE u32* ticket() const { return (u32*)base; }        // the next task
+  DEVICE u32* ticket() const { return (u32*)base; }        // the next ticket
   DEVICE u32* done() const { return (u32*)(base + 128); }  // blocks that take no further ticket
   DEVICE u32* epoch() const {
     return (u32*)(base + 256);
@@ -70,10 +70,8 @@ struct Slot {
   DEVICE u32 expert() const { return word & 4095; }
   DEVICE u32 tokens_from(int token) const { return word >> (TOKENS + token); }
 };
-// What a task is: bit 0 says that it reads h or shares, bit 1 that no warp that multiplies hands a product over.
-constexpr u32 FC1 = 0, FC2 = 1, END = 2, SUM = 3;
-// The first word of an entry: the number of the block's task plus 1, and its kind.
-DEVICE u32 tag_of(u32 number, u32 kind) { return (number + 1) << 2 | kind; }
+// What a task is, the first word of an entry. FC1, FC2 and SUM are the phases of a launch, in order.
+constexpr u32 FC1 = 0, FC2 = 1, SUM = 2, END = 3;
 // The second word, in halves. FC1: number of the slot or group, number of the task among its TASKS1. FC2: token (0 if
 // GATHER), number of the task among TASKS2. SUM: the whole word is the token.
 struct Info {
@@ -93,17 +91,23 @@ constexpr u32 ROUTE_SCALES = 4, ROUTE_FACTOR = 8, ROUTE_NUMBER = 12;
 struct Shared {
   u32 base;
   u8* memory;
-  DEVICE u32 stages(int warp) const { return base + STAGES_AT + warp * (STAGES * STAGE_BYTES); }
+  DEVICE u32 stages(int warp) const { return base + STAGES_AT + warp * RING_BYTES; }
   DEVICE u32 sums() const { return base + SUMS_AT; }
-  DEVICE u32 full() const { return base + BARRIERS_AT; }                  // BUFFERS mbarriers, WARPS arrivals each
-  DEVICE u32 empty() const { return base + BARRIERS_AT + BUFFERS * 8; }   // BUFFERS mbarriers, one arrival
-  DEVICE u32 ended() const { return base + BARRIERS_AT + BUFFERS * 16; }  // one, READERS arrivals
-  // READERS counts. First of warps that multiply: the sums of tokens that they have finished. Then of warps that add:
-  // the tasks that they have read, 2^30 at the end.
-  DEVICE u32 finished() const { return base + FINISHED_AT; }
-  DEVICE u32 progress() const { return base + PROGRESS_AT; }  // tasks that warp 0 has begun
-  DEVICE u32 epoch() const { return base + PROGRESS_AT + 4; }
-  DEVICE u32 entries() const { return base + ENTRIES_AT; }
+  // mbarriers: of each buffer of sums, of the end, of each entry.
+  static constexpr int FULL = 0, EMPTY = BUFFERS, ENDED = 2 * BUFFERS, PUBLISHED = ENDED + 1;
+  static constexpr int GIVEN_BACK = PUBLISHED + ENTRIES, BARRIERS = GIVEN_BACK + ENTRIES;
+  DEVICE static int arrivals(int i) { return i < EMPTY ? WARPS : i == ENDED || i >= GIVEN_BACK ? READERS : 1; }
+  DEVICE u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
+  DEVICE u32 full(int buffer) const { return barrier(FULL + buffer); }
+  DEVICE u32 empty(int buffer) const { return barrier(EMPTY + buffer); }
+  DEVICE u32 ended() const { return barrier(ENDED); }
+  // Of the block's task `number`: its entry, and the entry's mbarriers.
+  DEVICE u32 entry(u32 number) const { return base + ENTRIES_AT + ENTRY_BYTES * (number % ENTRIES); }
+  DEVICE u32 published(u32 number) const { return barrier(PUBLISHED + number % ENTRIES); }
+  DEVICE u32 given_back(u32 number) const { return barrier(GIVEN_BACK + number % ENTRIES); }
+  DEVICE u32 epoch() const { return base + EPOCH_AT; }
+  DEVICE u32 factors() const { return base + EPOCH_AT + 4; }  // ONE_TOKEN: 1 once the routes' factors are there
+  DEVICE u32 tickets() const { return base + TICKETS_AT; }    // of this block, 16 bits each
   // A call that does not gather.
   DEVICE u32 routes() const { return base + ROUTES_AT; }
   DEVICE u32 slots() const { return base + (GATHER ? GROUPS_AT : SLOTS_AT); }  // or groups
@@ -120,11 +124,11 @@ struct Shared {
 };
 // variant.py lays it out.
 static_assert(STAGES_AT == 0, "the scratch that sorts routes begins where the stages do");
-static_assert(SUMS_AT - STAGES_AT == WARPS * STAGES * STAGE_BYTES, "the host has other bytes of stages");
+static_assert(SUMS_AT - STAGES_AT == WARPS * RING_BYTES, "the host has other bytes of stages");
 static_assert(BARRIERS_AT - SUMS_AT == BUFFERS * BUFFER_BYTES, "the host has other bytes of sums");
-static_assert(FINISHED_AT - BARRIERS_AT == BUFFERS * 16 + 8, "the host has other bytes of mbarriers");
-static_assert(PROGRESS_AT - FINISHED_AT == READERS * 4, "the host has other bytes of counts");
-static_assert(ENTRIES_AT >= PROGRESS_AT + 8, "progress and epoch reach into the entries");
+static_assert(EPOCH_AT - BARRIERS_AT == Shared::BARRIERS * 8, "the host has other bytes of mbarriers");
+static_assert(TICKETS_AT - EPOCH_AT == 8 && ENTRIES_AT - TICKETS_AT >= 2 * MOST_BLOCKS,
+              "the host has other bytes of tickets");
 static_assert((GATHER ? NUMBERS_AT : ROUTES_AT) - ENTRIES_AT == ENTRIES * ENTRY_BYTES,
               "the host has other bytes of entries");
 static_assert(!GATHER || GROUPS_AT - NUMBERS_AT == ROUTES * 2, "the host has other bytes of numbers");

@@ -78,8 +78,11 @@ struct TokenRoutes {
     atomicOr(&b.shared.masks()[slot * ROUTE_WORDS + (route >> 5)], 1u << (route & 31));
   }
   // It may be late: FC2 waits for it.
-  DEVICE void store_factor() const {
+  DEVICE void store_factor(const Block& b) const {
     if (factor_at) store_shared_float(factor_at, factor);
+    if (!ONE_TOKEN || b.warp) return;
+    __syncwarp();
+    if (b.lane == 0) release_shared(b.shared.factors(), 1);
   }
 };
 

@@ -1,19 +1,27 @@
 // Tickets and tasks: the warp that takes tickets, and the entries in which it tells the others of the block what to do.
 //
-// Tasks are numbered FC1, FC2, sums. A ticket is the next number, from a counter in the workspace.
+// A launch has phases: FC1, FC2, and in a call that gathers SUM. FC1's tasks wait for nothing, FC2's for FC1's, SUM's
+// for FC2's. A ticket is the next number of a counter in the workspace.
 //
-// Order. A block takes tickets in ascending order and works its tasks off in that order. FC1's tasks wait for nothing,
-// FC2's wait for FC1's, sums wait for FC2's. The tasks that one waits for have lower numbers, so blocks that run have
-// taken them. One block alone gets through, and blocks that start late find their tasks taken. Two launches with
-// workspaces of their own never wait for each other.
+// Up to 8 tokens a ticket is a virtual block v, as many as blocks. It stands for the tasks v, v + blocks, v + 2 *
+// blocks,
+// ... of FC1, and of FC2 from the other end, since the last virtual blocks have the fewest tasks of FC1. A block works
+// on FC1 for every ticket that it takes, and goes on to FC2 when no ticket is left. It takes another one only when it
+// has finished all its tasks: until then tickets are left to blocks that are late.
+// In a call that gathers a ticket is a task of FC1, then of FC2, then of SUM; one of the first `blocks` tickets stands
+// for several of FC1. A block takes tickets a few tasks ahead.
 //
-// Entries. The block's task number n is written to entry n % ENTRIES, once every reader has read task n - ENTRIES; see
-// `free_entry`. A task that waits for an entry waits for earlier tasks of its own block, and those never wait for it.
+// Why a launch ends. When a block begins FC2, all tasks of FC1 have been taken by blocks that run, and those compute
+// them without waiting for another block: so h becomes complete, FC2's tasks wait for nothing any more, and then nor do
+// SUM's. It does not matter how many blocks run at once or when they start: one block alone takes all tickets, and a
+// block that is late finds none. Two launches with workspaces of their own never wait for each other. A launch waits
+// for the end of the one ahead before it reads the workspace.
 //
-// Readers. A warp that multiplies reads an entry twice: when it asks for weights, up to STAGES stages ahead, and when
-// it computes. It hands its products over after both, so the warps that add tell that an entry of FC1 or FC2 has been
-// read. A warp that has no unit of a task moves its place for weights past the task's entry and does not read it. Of
-// sums each warp that multiplies tells.
+// Entries. They are a ring with an mbarrier in each direction. Entry n % ENTRIES holds the block's task n from the
+// arrival at `published` to those of all readers at `given_back`. A warp that multiplies reads an entry twice: when it
+// asks for weights, at most MOST_STAGES stages ahead, and when it computes; then it gives it back. A warp that has no
+// unit of a task moves its place for weights past it first. A warp that adds gives an entry back when it has read it.
+// So who waits for an entry waits for earlier tasks of its own block, and those never wait for it.
 //
 // Errors. The warp that takes tickets stays until the other warps of its block have ended. If they do not end within
 // SPIN_SECONDS, it writes the number of tokens to host memory and traps. So a launch ends even if a rule is wrong.
@@ -34,15 +42,30 @@ struct Watch {
   }
 };
 
+// ---- readers of entries
+// Parity of the phase in which an entry's mbarriers are while it holds task `number`.
+DEVICE u32 parity_of(u32 number) { return number / ENTRIES & 1; }
+DEVICE bool is_published(const Block& b, u32 number) {
+  return barrier_test(b.shared.published(number), parity_of(number));
+}
+// Waits for task `number` of the block. Returns its kind.
+DEVICE u32 kind_of(const Block& b, u32 number) {
+  barrier_wait(b.shared.published(number), parity_of(number));
+  return load_shared(b.shared.entry(number));
+}
+// This warp reads the entry of task `number` no more.
+DEVICE void give_back(const Block& b, u32 number) {
+  __syncwarp();
+  if (b.lane == 0) barrier_arrive(b.shared.given_back(number));
+}
+
 struct Tickets {
   const Block& b;
-  // Lane 0's; `run` gives epoch and last_tokens to all lanes.
-  u32 first = 0, epoch = 0, last_tokens = 0;
-  // The end of FC1's tasks, of FC2's, of all.
-  int end1, end2, end;
+  // Lane 0's; `run` gives them to all lanes.
+  u32 ticket = 0, epoch = 0, last_tokens = 0;
+  int tasks1 = 0, tasks2 = 0;  // of FC1 and FC2
   Watch watch;
-  int sums = 1 << 30;  // this block's first task that is a sum
-  int number = 0;      // of the task that is published next
+  u32 number = 0;  // of the block's task that is published next
 
   DEVICE explicit Tickets(const Block& block) : b(block) {}
 
@@ -51,76 +74,76 @@ struct Tickets {
     const uint2 both = load_relaxed_8(b.workspace.epoch());
     epoch = both.x;
     last_tokens = both.y;
-    first = atomicAdd(b.workspace.ticket(), 1);
+    ticket = atomicAdd(b.workspace.ticket(), 1);
   }
   DEVICE void set_tasks(int slots) {
-    end1 = slots * TASKS1;
-    end2 = end1 + (GATHER ? slots : b.call.tokens) * TASKS2;
-    end = end2 + (GATHER ? b.call.tokens : 0);
+    tasks1 = slots * TASKS1;
+    tasks2 = (GATHER ? slots : b.call.tokens) * TASKS2;
   }
-  // Returns the entry that is written next, once its earlier task, number - ENTRIES, has been read by all.
-  DEVICE u32 free_entry() {
-    if (number >= ENTRIES)
-      while (__any_sync(~0u, b.lane < READERS &&
-                                 (int)acquire_shared(b.shared.finished() + 4 * b.lane) + (b.lane < WARPS ? sums : 0) <=
-                                     number - ENTRIES))
-        watch.trap_if_late(b);
+  // Takes the next ticket, for all lanes.
+  DEVICE void take() {
     __syncwarp();
-    return b.shared.entries() + ENTRY_BYTES * (number % ENTRIES);
+    if (b.lane == 0) ticket = atomicAdd(b.workspace.ticket(), 1);
+    ticket = __shfl_sync(~0u, ticket, 0);
   }
-  DEVICE void publish(int task) {
-    const u32 to = free_entry();
-    if (GATHER && task >= end2) sums = min(sums, number);
-    if (b.lane == 0) {
-      if (task < end1) {
-        const int slot = task / TASKS1, tiles = task % TASKS1;
-        const Slot word = {load_shared(b.shared.slots() + slot * 4)};  // or group: the expert lies alike
-        for (int j = 0; j < TASK_TILES1; j++)
-          store_tile1(to + TILES_AT + 16 * j, word.expert(), tiles * TASK_TILES1 + j);
-        store_shared(to + INFO_AT, Info::make(slot, tiles));
-        store_shared(to + WORD_AT, word.word);
-      } else if (task < end2) {
-        const int rest = task - end1, tiles = GATHER ? rest % TASKS2 : rest / b.call.tokens;
-        const Group word = {GATHER ? load_shared(b.shared.slots() + rest / TASKS2 * 4) : 0};
-        for (int j = 0; j < TASK_TILES2; j++)
-          store_tile2(to + TILES_AT + 16 * j, word.expert(), tiles * TASK_TILES2 + j);
-        store_shared(to + INFO_AT, Info::make(GATHER ? 0 : rest % b.call.tokens, tiles));
-        store_shared(to + WORD_AT, word.word);
-      } else
-        store_shared(to + INFO_AT, task - end2);
-      release_shared(to, tag_of(number, task < end1 ? FC1 : task < end2 ? FC2 : SUM));
+  // Whether all warps have given back the block's first tasks, so many.
+  DEVICE bool finished(u32 count) const {
+    return !__any_sync(~0u, count && !barrier_test(b.shared.given_back(count - 1), parity_of(count - 1)));
+  }
+  DEVICE void pause() {
+    __nanosleep(50);
+    watch.trap_if_late(b);
+  }
+  DEVICE void virtual_blocks(u32 blocks) {
+    int taken = 0;
+    for (u32 next = 0; ticket < blocks;) {  // `next`: the first ticket that is left, as far as it is known
+      if (b.lane == 0) store_shared_u16(b.shared.tickets() + 2 * taken, (u16)ticket);
+      taken++;
+      publish(FC1, ticket, blocks, tasks1);
+      while (next < blocks && !finished(number)) {
+        pause();
+        next = __shfl_sync(~0u, load_relaxed(b.workspace.ticket()), 0);
+      }
+      if (next >= blocks) break;
+      take();
     }
-    number++;
+    __syncwarp();
+    for (int i = 0; i < taken; i++)
+      publish(FC2, blocks - 1 - load_shared_u16(b.shared.tickets() + 2 * i), blocks, tasks2);
+  }
+  DEVICE void single_tasks(u32 blocks) {
+    const u32 at_first = max(1, min(STAGES1, tasks1 / (int)blocks)), extra = (at_first - 1) * blocks;
+    const u32 end2 = tasks1 + tasks2, end = end2 + b.call.tokens;  // of tasks
+    for (;;) {
+      u32 task = ticket < blocks ? ticket : extra + ticket;
+      if (task >= end) break;
+      if (task < (u32)tasks1)
+        publish(FC1, task, blocks, ticket < blocks ? min(at_first * blocks, tasks1) : task + 1);
+      else if (task < end2)
+        publish(FC2, task - tasks1, 1, task - tasks1 + 1);
+      else
+        publish(SUM, task - end2, 1, task - end2 + 1);
+      const u32 ahead = task < (u32)tasks1 ? STAGES1 + 3 : 3;
+      while (number > ahead && !finished(number - ahead)) pause();
+      take();
+    }
   }
   DEVICE void run() {
     epoch = __shfl_sync(~0u, epoch, 0);
     last_tokens = __shfl_sync(~0u, last_tokens, 0);
+    ticket = __shfl_sync(~0u, ticket, 0);
     if (b.lane == 0) store_shared(b.shared.epoch(), epoch);
-    const int blocks = gridDim.x;
-    int task = 0, tickets = 1, ticket = __shfl_sync(~0u, (int)first, 0);
-    int quota = GATHER ? 1 : (end - end1 + blocks - 1) / blocks;  // of FC2's tickets: each block takes as many
-    const int at_first = max(1, min(STAGES, end1 / blocks));      // a block's first ticket stands for so many tasks
-    while (quota > 0) {
-      for (int j = 0; j < tickets; j++, ticket++)
-        for (int r = 0; r < (ticket < blocks ? at_first : 1); r++) {
-          task = ticket < blocks ? ticket + r * blocks : (at_first - 1) * blocks + ticket;
-          if (task >= (GATHER ? end : end1)) quota--;
-          if (task < end) publish(task);
-        }
-      if (quota <= 0) break;
-      while ((int)acquire_shared(b.shared.progress()) + (task >= end1 ? 2 : LEAD) < number) {
-        __nanosleep(20);
-        watch.trap_if_late(b);
-      }
-      tickets = task + 6 * blocks < end1 && !GATHER ? 4 : 1;
-      if (b.lane == 0) ticket = (int)atomicAdd(b.workspace.ticket(), tickets);
-      ticket = __shfl_sync(~0u, ticket, 0);
-    }
-    const u32 to = free_entry();
+    const u32 blocks = gridDim.x;
+    if (GATHER)
+      single_tasks(blocks);
+    else
+      virtual_blocks(blocks);
     if (b.lane == 0) {
-      release_shared(to, tag_of(number, END));
+      wait_for_entry(number);
+      store_shared(b.shared.entry(number), END);
+      barrier_arrive(b.shared.published(number));
       __threadfence();
-      if (atomicAdd(b.workspace.done(), 1) == blocks - 1) {  // no block takes another ticket
+      if (atomicAdd(b.workspace.done(), 1) == blocks - 1) {  // no block takes a ticket any more
         *b.workspace.ticket() = 0;
         *b.workspace.done() = 0;
         b.workspace.epoch()[0] = epoch + 1;
@@ -130,6 +153,42 @@ struct Tickets {
     __syncwarp();
     prepare_next_launch(blocks);
     while (!barrier_try_wait(b.shared.ended(), 0)) watch.trap_if_late(b);
+  }
+  // Waits until the entry of a task is free.
+  DEVICE void wait_for_entry(u32 task) {
+    if (task < ENTRIES) return;
+    while (!barrier_try_wait(b.shared.given_back(task), parity_of(task) ^ 1)) watch.trap_if_late(b);
+  }
+  // Publishes the tasks first, first + step, ... ahead of `end`. A lane writes an entry: many at once while entries are
+  // new.
+  DEVICE void publish(u32 kind, int first, int step, int end) {
+    for (int from = first; from < end;) {
+      const int at_once = number < ENTRIES ? min(ENTRIES - (int)number, 32) : 1, task = from + b.lane * step;
+      const bool mine = b.lane < at_once && task < end;
+      if (mine) write_entry(kind, task, number + b.lane);
+      number += __popc(__ballot_sync(~0u, mine));
+      from += at_once * step;
+    }
+  }
+  DEVICE void write_entry(u32 kind, int task, u32 number) {
+    wait_for_entry(number);
+    const u32 to = b.shared.entry(number);
+    if (kind == FC1) {
+      const int slot = task / TASKS1, tiles = task % TASKS1;
+      const Slot word = {load_shared(b.shared.slots() + slot * 4)};  // or group: the expert lies alike
+      for (int j = 0; j < TASK_TILES1; j++) store_tile1(to + TILES_AT + 16 * j, word.expert(), tiles * TASK_TILES1 + j);
+      store_shared(to + INFO_AT, Info::make(slot, tiles));
+      store_shared(to + WORD_AT, word.word);
+    } else if (kind == FC2) {
+      const int tiles = GATHER ? task % TASKS2 : task / b.call.tokens;
+      const Group word = {GATHER ? load_shared(b.shared.slots() + task / TASKS2 * 4) : 0};
+      for (int j = 0; j < TASK_TILES2; j++) store_tile2(to + TILES_AT + 16 * j, word.expert(), tiles * TASK_TILES2 + j);
+      store_shared(to + INFO_AT, Info::make(GATHER ? 0 : task % b.call.tokens, tiles));
+      store_shared(to + WORD_AT, word.word);
+    } else
+      store_shared(to + INFO_AT, task);
+    store_shared(to, kind);
+    barrier_arrive(b.shared.published(number));
   }
   // The counts and the buffer of h that the next launch uses. Only the launch before this one used them, and it has
   // ended.

@@ -18,7 +18,7 @@ struct Adder {
 
   DEVICE explicit Adder(const Block& block) : b(block), mine(block.warp - WARPS - 1), row16(block.lane & 15) {}
 
-  DEVICE void wait_full(u32 buffer, u32 parity) const { barrier_wait(b.shared.full() + 8 * buffer, parity); }
+  DEVICE void wait_full(u32 buffer, u32 parity) const { barrier_wait(b.shared.full(buffer), parity); }
   // Adds column `column` of `warps` warps, whose parts lie `stride` columns apart. Both lanes of a row get the sum.
   DEVICE float total(int column, int warps, int stride) const {
     float sum = 0;
@@ -29,17 +29,13 @@ struct Adder {
 
   DEVICE void run() {
     int item = 0;  // a half of a tile: every warp that adds counts all, and adds every ADDERSth
-    for (int number = 0;; number++) {
-      const u32 entry = b.shared.entries() + ENTRY_BYTES * (number % ENTRIES);
-      u32 word;
-      __syncwarp();  // all lanes have read the entry before
-      if (b.lane == 0) release_shared(b.shared.finished() + 4 * (WARPS + mine), number);
-      while ((word = acquire_shared(entry)) >> 2 != (u32)(number + 1)) __nanosleep(20);
-      if (word & 2) break;  // the end, or a token's sum: no task is this warp's from here on
-      kind = word & 1;
-      info = {load_shared(entry + INFO_AT)};
-      group = {load_shared(entry + WORD_AT)};
-      const int items = kind == FC2 ? HALVES : HALVES * TILES_A_TASK;
+    for (u32 number = 0;; number++) {
+      kind = kind_of(b, number);
+      if (kind == END) break;
+      info = {load_shared(b.shared.entry(number) + INFO_AT)};
+      group = {load_shared(b.shared.entry(number) + WORD_AT)};
+      give_back(b, number);
+      const int items = kind == FC1 ? HALVES1 * TILES_A_TASK : kind == FC2 ? HALVES2 : 0;
       for (int sub = 0; sub < items; sub++, item++) {
         if (item % ADDERS != mine) continue;
         const u32 buffer = item % BUFFERS, parity = item / BUFFERS & 1;
@@ -51,27 +47,23 @@ struct Adder {
         else
           add2(sub, buffer, parity);
         __syncwarp();
-        if (b.lane == 0) barrier_arrive(b.shared.empty() + 8 * buffer);
+        if (b.lane == 0) barrier_arrive(b.shared.empty(buffer));
         if (GATHER && kind == FC2 && b.lane <= (int)group.last())
           add_release_global(b.workspace.added() + (load_shared(b.shared.epoch()) & 1) * MAX_TOKENS +
                                  load_shared_u16(b.shared.numbers() + (group.first() + b.lane) * 2) / TOP_K,
                              1);
       }
     }
-    __syncwarp();
-    if (b.lane == 0) {
-      release_shared(b.shared.finished() + 4 * (WARPS + mine), 1u << 30);
-      barrier_arrive(b.shared.ended());
-    }
+    if (b.lane == 0) barrier_arrive(b.shared.ended());
   }
 
   // A part of a tile of FC1: h of 8 rows (16 without a gate) for each route of the slot or group.
   DEVICE void add1(int sub, int part, u32 buffer, u32 parity) const {
-    const int slot = info.high(), tile = info.low() * TASK_TILES1 + sub / HALVES * PARTS1 + part, half = sub % HALVES;
+    const int slot = info.high(), tile = info.low() * TASK_TILES1 + sub / HALVES1 * PARTS1 + part, half = sub % HALVES1;
     const int expert = group.expert(), k = b.lane & 7;
     const int row = piece_row<PIECES1>(tile, GATED ? half : 2 * half + (row16 >> 3)) + k;
     const bool there = row < INTERMEDIATE;
-    float up_factor = CODE_FACTOR * (NVFP4 && b.call.x_sf ? 256.f : 1.f), gate_factor = up_factor;
+    float up_factor = FACTOR1 * (NVFP4 && b.call.x_sf ? 256.f : 1.f), gate_factor = up_factor;
     if (GROUP == 16) {
       const float all = b.layer.alpha1[expert], input = b.layer.input1[expert * b.layer.step1];
       float up = all, gate = all;
@@ -108,7 +100,7 @@ struct Adder {
       float gate = 0;
       if (GATED) gate = __shfl_down_sync(~0u, up, 8) * gate_factor + gate_bias;
       up = up * up_factor + up_bias;
-      const float y = activate(up, gate, alpha, beta, limit), far = __shfl_down_sync(~0u, y, FAR);
+      const float y = activate(up, gate, alpha, beta, limit) * H_FACTOR, far = __shfl_down_sync(~0u, y, FAR);
       if (writes && ours) store_relaxed(to + (u64)route * ROW_OF_H, (u32)to_bf16(y) | (u32)to_bf16(far) << 16);
     };
     if (GATHER) {
@@ -148,7 +140,7 @@ struct Adder {
         float sum = 0;
         UNROLL
         for (int j = 0; j < SPLIT2; j++) sum += load_shared_float(parts + ((part * SPLIT2 + j) * 8 + i) * 64);
-        if (column < STORED_HIDDEN && i < routes) to[column] = sum * CODE_FACTOR * f;
+        if (column < STORED_HIDDEN && i < routes) to[column] = sum * FACTOR2 * f;
       }
     }
   }
@@ -165,7 +157,7 @@ struct Adder {
         bias += weight_of(b, route) * bias_at(b.layer.bias2, (u64)expert * STORED_HIDDEN + column);
       }
     wait_full(buffer, parity);
-    const float sum = total(0, WARPS, 1) * CODE_FACTOR + bias;
+    const float sum = total(0, WARPS, 1) * FACTOR2 + bias;
     if (b.lane < (NARROW ? 8 : 16) && column < HIDDEN) b.call.out[(u64)token * HIDDEN + column] = to_output(sum);
   }
 };
@@ -174,7 +166,7 @@ struct Adder {
 // routes.
 DEVICE void sum_token(const Block& b, u32 token, u32 local) {
   const u32* added = b.workspace.added() + (load_shared(b.shared.epoch()) & 1) * MAX_TOKENS + token;
-  while (acquire_global(added) < (u32)(__popc(local) * TASKS2 * HALVES)) __nanosleep(20);
+  while (acquire_global(added) < (u32)(__popc(local) * TASKS2 * HALVES2)) __nanosleep(20);
   for (int column = b.warp * 128 + b.lane * 4; column < HIDDEN; column += WARPS * 128) {
     float sum[4] = {};
 #pragma unroll(TOP_K < 8 ? TOP_K : 8)

@@ -34,6 +34,8 @@ _WARPS = 20
 """Maximum number of warps that read. With 20 a thread has 80 registers, with 16 it has 96."""
 _TASKS = 120
 """Minimum number of FC2's tasks, so that every multiprocessor of a large card has one."""
+MOST_BLOCKS = 256
+"""Maximum number of blocks of a launch: a block has room for so many tickets."""
 _MAX_TOP_K = 32
 _MAX_SCORED = 512
 """Experts whose logits a warp compares."""
@@ -155,18 +157,26 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         scales += 4
     adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
     buffers = adders if tokens > 2 else 2 * adders
-    entries, tiles = 16 if tokens >= 8 else 32, max(parts * times, parts2)
-    for halves, stages in ((2, 2), (1, 4), (1, 3), (1, 2)):
-        if halves == 2 and (bits == 8 or tokens * g.stored_hidden < 32 * _TASKS):
-            continue
-        ring = warps * stages * halves * (256 * bits + 16 * scales)
+    entries, tiles = 8 if tokens == 1 else 16, max(parts * times, parts2)
+    narrow = tokens == 1 and g.stored_hidden < 16 * _TASKS
+    one = tokens == 1 and not narrow and bits == 4  # MXFP8 is not faster by it: 19.1 and 18.6 us of Qwen3-30B-A3B on an H100
+    # Halves of a stage of FC1 and of FC2, stages of FC1 on their way, halves of a warp's ring.
+    choices = [(2, 2, 2, 4), (1, 1, 4, 4), (1, 1, 3, 3), (1, 1, 2, 2)]
+    if one:  # one stage on its way: each request waits for less
+        tall = g.top_k * g.intermediate_size >= (16 if g.gated else 32) * _TASKS
+        choices = [(2, 1, 1, 4), (2, 1, 1, 2)] if tall else [(1, 1, 2, 4), (1, 1, 2, 2)]
+    elif bits == 8 or tokens * g.stored_hidden < 32 * _TASKS:
+        del choices[0]
+    for chosen in choices:
+        *_, stages1, ring_halves = chosen
+        ring = warps * ring_halves * (256 * bits + 16 * scales)
         sums = buffers * warps * min(tokens, _COLUMNS) * 64
-        offsets = _shared_memory(g, tokens, ring, sums, 8 * (2 * buffers + 1), warps + adders, entries * (16 + 16 * tiles))
-        if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or stages == 2):
+        barriers = 8 * (2 * buffers + 1 + 2 * entries)
+        offsets = _shared_memory(g, tokens, ring, sums, barriers, entries * (16 + 16 * tiles))
+        if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or 2 in (stages1, ring_halves)):
             break
     else:
         return None
-    narrow = halves == 1 and tokens == 1 and g.stored_hidden < 16 * _TASKS
     bias = 0 if g.bias is None else {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[g.bias]
     values: dict[str, int | float] = {
         "HIDDEN": g.hidden_size,
@@ -187,12 +197,13 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         "PARTS1": parts,
         "PARTS2": parts2,
         "TILES_A_TASK": times,
-        "HALVES": halves,
-        "STAGES": stages,
+        **dict(zip(("HALVES1", "HALVES2", "STAGES1", "RING_HALVES"), chosen, strict=True)),
         "BUFFERS": buffers,
         "ADDERS": adders,
         "ENTRIES": entries,
         "NARROW": int(narrow),
+        "ONE_TOKEN": int(one),
+        "MOST_BLOCKS": MOST_BLOCKS,
         "SPIN_SECONDS": SPIN_SECONDS,
         "SUBNORMALS": int(subnormals),
         **offsets,
@@ -214,15 +225,15 @@ def _scoring(g: Geometry) -> dict[str, int | float]:
     }
 
 
-def _shared_memory(g: Geometry, tokens: int, ring: int, sums: int, barriers: int, readers: int, entries: int) -> dict[str, int]:
+def _shared_memory(g: Geometry, tokens: int, ring: int, sums: int, barriers: int, entries: int) -> dict[str, int]:
     """Return where what a block has in shared memory lies, and all its bytes; ``Shared`` of ``records.cuh`` says what it is."""
     routes = tokens * g.top_k
     parts = {
         "STAGES_AT": ring,
         "SUMS_AT": sums,
         "BARRIERS_AT": barriers,
-        "FINISHED_AT": 4 * readers,
-        "PROGRESS_AT": 8,
+        "EPOCH_AT": 8,
+        "TICKETS_AT": 2 * MOST_BLOCKS,
         "ENTRIES_AT": entries,
     }
     gathering = {"NUMBERS_AT": 2 * routes, "GROUPS_AT": 4 * min(routes, g.num_experts + routes // 8), "HELD_AT": 4 * tokens}

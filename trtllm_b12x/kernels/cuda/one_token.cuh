@@ -1,0 +1,229 @@
+// The warps that multiply in a call of one token (ONE_TOKEN, FP4): fewer instructions, since a token needs one of the
+// eight columns of a product.
+//
+// A lane 4g + t has 32 of the 128 columns of a row of weights: slice t, in two halves of 16. Column n of x, n < 4, has
+// the first half of slice n and zeros elsewhere, and column n + 4 the second half. So a product's sum belongs to one
+// half of one slice, which has one block scale: the scale multiplies the sum, and codes go to the tensor cores as they
+// are. The first two words of a lane's codes are of the first half: their products (`sums[0]`) are right in columns 0
+// to 3, those of the other two (`sums[1]`) in columns 4 to 7.
+#pragma once
+#include "inputs.cuh"
+#include "pipeline.cuh"
+
+struct OneToken {
+  static constexpr int MOST_UNITS = (TOP_K * UNITS2 + WARPS - 1) / WARPS;  // of FC2, of a warp
+  static constexpr int HELD = MOST_UNITS < 4 ? MOST_UNITS : 4;             // units whose h is in registers
+  const Block& b;
+  Stages stages;
+  const int g, t;
+  const bool has_x;          // this lane's column of x has its slice
+  u32 x[BLOCKS_A_WARP][8];   // as in memory until `arrange`
+  u32 h[HELD][8];            // of unit i in number i % HELD
+  u32 buffer = 0, turn = 0;  // the buffer that is filled next, and the parity of its phase
+  u32 number = 0;            // of the task that is computed next
+  int own2 = 0;              // units of FC2 that this warp has
+  u32 h_at[HELD];            // where this lane's h of those units begins
+
+  DEVICE OneToken(const Block& block)
+      : b(block), stages(block), g(block.lane >> 2), t(block.lane & 3), has_x((g & 3) == t) {}
+
+  // First of this lane's 16 columns of x, in a block of 128.
+  DEVICE int column() const { return 32 * t + 16 * (g >> 2); }
+
+  // ---- x
+  // Loads x of all blocks of columns. x in FP4: codes to x[i][0] and [1], the scale to x[i][2].
+  DEVICE void load_x() {
+    UNROLL
+    for (int i = 0; i < BLOCKS_A_WARP; i++) {
+      const int at = (b.warp % SPLIT1 + i * SPLIT1) * 128 + column();
+      UNROLL
+      for (int j = 0; j < 8; j++) x[i][j] = 0;
+      if (!has_x || at >= HIDDEN) continue;
+      if (NVFP4 && b.call.x_sf) {
+        const uint2 q = *(const uint2*)(b.call.x + at / 2);
+        x[i][0] = q.x, x[i][1] = q.y;
+        x[i][2] = b.call.x_sf[b.call.swizzled ? (at >> 6) * 512 + (at >> 4 & 3) : at >> 4];
+      } else {
+        const uint4 p = *(const uint4*)(b.call.x + at * 2), q = *(const uint4*)(b.call.x + at * 2 + 16);
+        x[i][0] = p.x, x[i][1] = p.y, x[i][2] = p.z, x[i][3] = p.w;
+        x[i][4] = q.x, x[i][5] = q.y, x[i][6] = q.z, x[i][7] = q.w;
+      }
+    }
+  }
+  // From the order of memory to that of decoded pairs.
+  DEVICE void arrange(u32* x) const {
+    if (NVFP4 && b.call.x_sf) {
+      const u32 byte = x[2], second = x[1];
+      const Scale scale = FLOAT16 ? nvfp4_scale_f16(byte) : nvfp4_scale(byte);
+      FLOAT16 ? decode4_f16(x[0], scale, x) : decode4(x[0], scale, x);
+      FLOAT16 ? decode4_f16(second, scale, x + 4) : decode4(second, scale, x + 4);
+      UNROLL
+      for (int j = 0; j < 8; j++)
+        if ((byte & 127) == 127) x[j] = 0x7fff7fff;
+    } else
+      to_pairs<8>(x);
+    if (RAW_X) return;
+    UNROLL
+    for (int j = 0; j < 8; j++) x[j] = fma_bf16x2(x[j], TWO_TO_60, MINUS_ZEROS);
+  }
+
+  // ---- products
+  // Adds to first and second the products of rows g and g + 8 with this lane's two columns.
+  template <bool float16>
+  DEVICE void multiply(const Rows* rows, const u32* x, float& first, float& second) const {
+    float sums[2][4] = {};
+    const uint4 &p = rows[0].codes[0], &q = rows[1].codes[0];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+      u32 low[4], high[4];
+      raw4<float16>(i == 0 ? p.x : i == 1 ? p.y : i == 2 ? p.z : p.w, low);
+      raw4<float16>(i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w, high);
+      const u32* columns = x + 4 * (i & 1);
+      mma<float16>(sums[i >> 1], low[0], high[0], low[1], high[1], columns[0], columns[1]);
+      mma<float16>(sums[i >> 1], low[2], high[2], low[3], high[3], columns[2], columns[3]);
+    }
+    const bool half = t >> 1;
+    // Of four groups' bytes those of two slices' halves.
+    const u32 picked = half ? 0x7531 : 0x6420;
+    const u32 bytes = GROUP == 16 ? __byte_perm(rows[0].scales, rows[1].scales, picked) : 0;
+    float scales[4];
+    scales_of(GROUP == 16 ? bytes & 0xffff : rows[0].scales, scales[0], scales[1]);
+    scales_of(GROUP == 16 ? bytes >> 16 : rows[1].scales, scales[2], scales[3]);
+    first += scales[0] * (half ? sums[1][0] : sums[0][0]) + scales[1] * (half ? sums[1][1] : sums[0][1]);
+    second += scales[2] * (half ? sums[1][2] : sums[0][2]) + scales[3] * (half ? sums[1][3] : sums[0][3]);
+  }
+  // Adds up over the lanes of a row. An even t gets the sum of row g, an odd one of row g + 8.
+  DEVICE float over_slices(float first, float second) const {
+    const bool odd = t & 1;
+    const float sum = (odd ? second : first) + __shfl_xor_sync(~0u, odd ? first : second, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+  }
+  // Hands a task's rows over to the warps that add.
+  template <int halves>
+  DEVICE void hand_over(float (*rows)[2]) {
+    float sum;
+    if (halves == 2) {  // lanes t, t + 1: the first half, t + 2, t + 3: the second
+      const bool odd = t & 1, high = t & 2;
+      const float low_sum = (odd ? rows[0][1] : rows[0][0]) + __shfl_xor_sync(~0u, odd ? rows[0][0] : rows[0][1], 1);
+      const float high_sum = (odd ? rows[halves - 1][1] : rows[halves - 1][0]) +
+                             __shfl_xor_sync(~0u, odd ? rows[halves - 1][0] : rows[halves - 1][1], 1);
+      sum = (high ? high_sum : low_sum) + __shfl_xor_sync(~0u, high ? low_sum : high_sum, 2);
+    } else
+      sum = over_slices(rows[0][0], rows[0][1]);
+    UNROLL
+    for (int half = 0; half < halves; half++) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
+    if (t < 2 * halves)
+      store_shared_float(b.shared.sums() + (buffer + (t >> 1)) * BUFFER_BYTES + b.warp * 64 + (t & 1) * 32 + g * 4,
+                         sum);
+    __syncwarp();
+    if (b.lane < halves) barrier_arrive(b.shared.full(buffer + b.lane));
+    buffer += halves;
+    if (buffer == BUFFERS) {
+      buffer = 0;
+      turn ^= 1;
+    }
+  }
+  DEVICE void end_task() {
+    give_back(b, number);
+    number++;
+  }
+
+  // ---- FC1
+  DEVICE void fc1() {
+    float rows[HALVES1][2] = {};
+    UNROLL
+    for (int i = 0; i < BLOCKS_A_WARP; i++) {
+      if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
+      Rows read[HALVES1][2];
+      stages.open();
+      UNROLL
+      for (int half = 0; half < HALVES1; half++) stages.read1_half(read[half], half, stages.split1 + i * SPLIT1);
+      stages.close<FC1>();
+      UNROLL
+      for (int half = 0; half < HALVES1; half++) multiply<FLOAT16>(read[half], x[i], rows[half][0], rows[half][1]);
+    }
+    hand_over<HALVES1>(rows);
+    end_task();
+  }
+
+  // ---- FC2: units go round the warps; products are added up over the token's routes here
+  DEVICE u32 route_of(u32 unit) const { return b.shared.routes() + unit / UNITS2 * 16; }
+  // Whether this lane has columns of h of a unit.
+  DEVICE bool has_h(int i) const {
+    if (!has_x || i >= own2) return false;
+    return FULL2 || (b.warp + i * WARPS) % UNITS2 * 128 + column() < INTERMEDIATE;
+  }
+  // Bytes from the beginning of a buffer of h; ~0: this lane has no columns of the unit.
+  DEVICE u32 place_of_h(int i) const {
+    if (!has_h(i)) return ~0u;
+    const u32 unit = b.warp + i * WARPS, route = load_shared(route_of(unit) + ROUTE_NUMBER);
+    return (route * BLOCKS2 + unit % UNITS2) * 256 + (g >> 2) * 128 + t * 16;
+  }
+  DEVICE void load_h(u32 place, u32* to) const {
+    UNROLL
+    for (int j = 0; j < 8; j++) to[j] = 0;
+    if (place == ~0u) return;
+    const u8* from = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + place;
+    const uint4 p = load_relaxed_16(from), q = load_relaxed_16(from + 64);
+    to[0] = p.x, to[1] = p.y, to[2] = p.z, to[3] = p.w;
+    to[4] = q.x, to[5] = q.y, to[6] = q.z, to[7] = q.w;
+  }
+  // Loads h of a unit again until it is there.
+  DEVICE void wait_for_h(u32 place, u32* h) const {
+    for (;;) {
+      u32 most = 0;
+      UNROLL
+      for (int j = 0; j < 8; j++) most = max(most, h[j]);
+      if (most != ~0u) break;
+      load_h(place, h);
+    }
+    __syncwarp();
+  }
+  DEVICE void fc2() {
+    if (own2 == 0) stages.pass(number);
+    float rows[1][2] = {};
+    ROLLED
+    for (int from = 0; from < own2; from += HELD) {
+      UNROLL
+      for (int j = 0; j < HELD; j++) {
+        const int i = from + j;
+        if (i >= own2) break;
+        const u32 unit = b.warp + i * WARPS;
+        const float factor = load_shared_float(route_of(unit) + ROUTE_FACTOR);
+        Rows read[2];
+        stages.open();
+        stages.read2_half(read, 0, unit % UNITS2);
+        stages.close<FC2>();
+        wait_for_h(h_at[j], h[j]);
+        float first = 0, second = 0;
+        multiply<false>(read, h[j], first, second);
+        rows[0][0] += factor * first;
+        rows[0][1] += factor * second;
+        if (MOST_UNITS > HELD) {  // h of the unit that is next in these registers; the next task has the same units
+          const int next = i + HELD < own2 ? i + HELD : j;
+          h_at[j] = place_of_h(next);
+          load_h(h_at[j], h[j]);
+        }
+      }
+    }
+    hand_over<1>(rows);
+    end_task();
+  }
+
+  DEVICE void run() {
+    stages.begin();
+    stages.fill(true);  // waits for the first task alone: a warp may have no unit of any
+    UNROLL
+    for (int i = 0; i < BLOCKS_A_WARP; i++) arrange(x[i]);
+    own2 = stages.units_of(0);
+    UNROLL
+    for (int i = 0; i < HELD; i++) h_at[i] = place_of_h(i);
+    while (kind_of(b, number) == FC1) fc1();
+    UNROLL
+    for (int i = 0; i < HELD; i++) load_h(h_at[i], h[i]);
+    while (!acquire_shared(b.shared.factors())) {
+    }
+    while (kind_of(b, number) == FC2) fc2();
+    if (b.lane == 0) barrier_arrive(b.shared.ended());
+  }
+};
