@@ -5,8 +5,8 @@
 //     FC1                                expert hit x tiles      group x tiles
 //     FC2                                tile x token            group x tiles
 //     sum                                (part of FC2)           token
-//   A tile of FC1 is HALVES1 * 8 columns of the intermediate size (16 without a gate) of each of PARTS1 parts. A tile of
-//   FC2 is HALVES2 * 16 columns of the output; in GATHER of each of PARTS2 parts.
+//   A tile of FC1 is HALVES1 * 8 columns of the intermediate size (16 without a gate) of each of PARTS1 parts. A tile
+//   of FC2 is HALVES2 * 16 columns of the output; in GATHER of each of PARTS2 parts.
 //
 //   Warps 0 to WARPS - 1 of a block copy, decode and multiply. One warp takes tickets and publishes tasks. ADDERS warps
 //   add and write.
