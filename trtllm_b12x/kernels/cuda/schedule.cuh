@@ -3,11 +3,10 @@
 // A launch has phases: FC1, FC2, and in a call that gathers SUM. FC1's tasks wait for nothing, FC2's for FC1's, SUM's
 // for FC2's. A ticket is the next number of a counter in the workspace.
 //
-// Up to 8 tokens a ticket is a virtual block v, as many as blocks. It stands for the tasks v, v + blocks, v + 2 *
-// blocks,
-// ... of FC1, and of FC2 from the other end, since the last virtual blocks have the fewest tasks of FC1. A block works
-// on FC1 for every ticket that it takes, and goes on to FC2 when no ticket is left. It takes another one only when it
-// has finished all its tasks: until then tickets are left to blocks that are late.
+// Up to 8 tokens a ticket is a virtual block v, as many as blocks. It stands for every task of FC1 whose number is v
+// modulo `blocks`, and for as many of FC2, counted from the other end: the last virtual blocks have the fewest tasks of
+// FC1. A block works on FC1 for every ticket that it takes, and goes on to FC2 when no ticket is left. It takes another
+// one only when it has finished all its tasks: until then tickets are left to blocks that are late.
 // In a call that gathers a ticket is a task of FC1, then of FC2, then of SUM; one of the first `blocks` tickets stands
 // for several of FC1. A block takes tickets a few tasks ahead.
 //
@@ -133,6 +132,7 @@ struct Tickets {
     last_tokens = __shfl_sync(~0u, last_tokens, 0);
     ticket = __shfl_sync(~0u, ticket, 0);
     if (b.lane == 0) store_shared(b.shared.epoch(), epoch);
+    __syncwarp();  // any lane may publish the first task
     const u32 blocks = gridDim.x;
     if (GATHER)
       single_tasks(blocks);
