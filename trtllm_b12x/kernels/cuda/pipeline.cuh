@@ -37,7 +37,7 @@ struct Stages {
   const Block& b;
   const int g, t, part, split1, own1, split2, own2;  // own: blocks of columns of this warp
   int waiting = 0;                                   // stages that are asked for and not used
-  int halves = 0;                                    // and their halves
+  int tall = 0;                                      // of them those of FC1, where they have more halves than FC2's
   // What is asked for next: number of the task; stage of the task, of so many; tile of the task.
   u32 number = 0;
   int stage = 0, units = 0, tile = 0;
@@ -84,6 +84,8 @@ struct Stages {
   // Units of FC2 that this warp has of a token.
   DEVICE int units_of(u32 token) const { return ((int)b.shared.valid()[token] * UNITS2 - b.warp + WARPS - 1) / WARPS; }
 
+  DEVICE int halves_in_use() const { return waiting * HALVES2 + tall * (HALVES1 - HALVES2); }
+
   // Asks for the next stage if its task is published, or once it is. Returns whether it went on: by a
   // stage, or past a task of which this warp has none.
   DEVICE bool ask(bool wait) {
@@ -93,13 +95,13 @@ struct Stages {
       ended = true;
       return false;
     }
-    if (kind == FC1 ? waiting >= STAGES1 : halves + HALVES2 > RING_HALVES) return false;
+    if (kind == FC1 ? waiting >= STAGES1 : halves_in_use() + HALVES2 > RING_HALVES) return false;
     const bool task_ends = kind == FC1 ? copy1(ring + slot) : copy2(ring + slot);
     const int size = kind == FC1 ? HALVES1 : units > 0 ? HALVES2 : 0;
     if (size) {
       copy_commit();
       waiting++;
-      halves += size;
+      if (HALVES1 != HALVES2 && kind == FC1) tall++;
       slot += size * HALF_BYTES;
       if (slot == RING_BYTES) slot = 0;
     }
@@ -200,7 +202,7 @@ struct Stages {
     constexpr int size = phase == FC1 ? HALVES1 : HALVES2;
     __syncwarp();
     waiting--;
-    halves -= size;
+    if (HALVES1 != HALVES2 && phase == FC1) tall--;
     used += size * HALF_BYTES;
     if (used == RING_BYTES) used = 0;
     fill();

@@ -16,12 +16,12 @@ struct Multiplier {
   const int g, t;
   u32 buffer = 0, turn = 0;  // the buffer that is filled next, and the parity of its phase
   u32 number = 0;            // of the task that is computed next
-  u32 entry;                 // and its entry
 
   DEVICE Multiplier(const Block& block, Inputs& inputs)
-      : b(block), in(inputs), stages(block), g(block.lane >> 2), t(block.lane & 3), entry(block.shared.entry(0)) {}
+      : b(block), in(inputs), stages(block), g(block.lane >> 2), t(block.lane & 3) {}
 
   DEVICE u32 current() const { return kind_of(b, number); }
+  DEVICE u32 entry() const { return b.shared.entry(number); }
   // Whether the task behind this one is published, and of this kind.
   DEVICE bool next_is(u32 kind) const {
     return is_published(b, number + 1) && load_shared(b.shared.entry(number + 1)) == kind;
@@ -29,7 +29,6 @@ struct Multiplier {
   DEVICE void end_task() {
     give_back(b, number);
     number++;
-    entry = b.shared.entry(number);
   }
   // Hands columns 2t and 2t + 1 of a tile's rows to the warps that add.
   template <int HALVES>
@@ -83,9 +82,9 @@ struct Multiplier {
   }
   // A task of FC1 in a call that gathers: TILES_A_TASK tiles for a group.
   DEVICE void resident_task() {
-    const int last = load_shared(entry + WORD_AT) >> 25;
+    const int last = load_shared(entry() + WORD_AT) >> 25;
     if (!in.asked) {
-      in.find<FC1>(entry);
+      in.find<FC1>(entry());
       UNROLL
       for (int i = 0; i < BLOCKS_A_WARP; i++) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
     }
@@ -111,9 +110,9 @@ struct Multiplier {
     constexpr bool fc2 = phase == FC2;
     constexpr int STEP = fc2 ? SPLIT2 : SPLIT1, HALVES = fc2 ? HALVES2 : HALVES1;
     const int begin = fc2 ? stages.split2 : stages.split1, own = fc2 ? stages.own2 : stages.own1;
-    const int last = load_shared(entry + WORD_AT) >> 25;
+    const int last = load_shared(entry() + WORD_AT) >> 25;
     if (!in.asked) {
-      in.find<phase>(entry);
+      in.find<phase>(entry());
       in.load<phase>(in.x[0], begin);
     }
     float sums[HALVES][2][4] = {};
@@ -156,7 +155,7 @@ struct Multiplier {
 
   // ---- a call that does not gather
   DEVICE void fc1_of_tokens() {
-    const u32 tokens = Slot{load_shared(entry + WORD_AT)}.tokens_from(2 * t);  // that the expert has
+    const u32 tokens = Slot{load_shared(entry() + WORD_AT)}.tokens_from(2 * t);  // that the expert has
     resident_tile(tokens & 1, tokens & 2, [](int) {}, [](int) {});
     end_task();
   }
@@ -164,7 +163,7 @@ struct Multiplier {
   // units: h of several is loaded at once, and unit j of them is right in column j (NARROW: in 2j and 2j + 1).
   DEVICE void fc2_of_token(const u8* h) {
     constexpr int WIDTH = NARROW ? 2 : 1, AT_ONCE = 8 / WIDTH, HALVES = HALVES2;
-    const u32 token = load_shared(entry + INFO_AT) >> 16;
+    const u32 token = load_shared(entry() + INFO_AT) >> 16;
     const int own = stages.units_of(token);
     if (own <= 0) stages.pass(number);
     float sums[HALVES][2] = {};
@@ -239,7 +238,7 @@ struct Multiplier {
       while (current() == FC2) streamed_task<FC2>();
       stages.ended = true;  // there are no weights left
       while (current() == SUM) {
-        const u32 token = load_shared(entry + INFO_AT);
+        const u32 token = load_shared(entry() + INFO_AT);
         sum_token(b, token, load_shared(b.shared.held() + token * 4));
         end_task();
       }
