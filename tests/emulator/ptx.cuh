@@ -223,9 +223,6 @@ inline T& in_shared(u32 at, emulator::Access access, const char* what, emulator:
 inline uint4 load_shared_16(u32 at, emulator::Line line = {}) {
   return in_shared<uint4>(at, emulator::READ, "load_shared_16", line);
 }
-inline uint2 load_shared_8(u32 at, emulator::Line line = {}) {
-  return in_shared<uint2>(at, emulator::READ, "load_shared_8", line);
-}
 inline u32 load_shared(u32 at, emulator::Line line = {}) {
   return in_shared<u32>(at, emulator::READ, "load_shared", line);
 }

@@ -190,7 +190,7 @@ def test_one_token(name: str, subnormals: bool) -> None:
 
 @pytest.mark.parametrize("size", [2.0**58, 2.0**68])
 def test_one_token_that_is_very_large(size: float) -> None:
-    """x and h are multiplied by 2**60. From 2**67 on outputs are not finite, never finite and wrong."""
+    """x and h are multiplied by 2**60. From 2**68 on sums are not finite."""
     geometry = ONE_TOKEN["many units"]
     call = draw(geometry, 1)
     call.x[0, 5] = size

@@ -99,8 +99,8 @@ static_assert(!NARROW || (HALVES2 == 1 && !GATHER), "NARROW is one half of a cal
 static_assert(TILES_A_TASK == 1 || (GATHER && RESIDENT), "several tiles a task need x in registers");
 static_assert((ENTRIES & (ENTRIES - 1)) == 0, "a task's entry and its parity are bits of its number");
 static_assert(!GATHER || STAGES1 + 3 < ENTRIES, "a block would wait for an entry that is in use again");
-static_assert(MOST_STAGES < ENTRIES, "a warp asks for weights of entries that it has not given back");
-static_assert(STAGES1 * HALVES1 <= RING_HALVES && RING_HALVES % HALVES1 == 0 && RING_HALVES % HALVES2 == 0,
+static_assert(STAGES1 * HALVES1 <= RING_HALVES && HALVES1 % HALVES2 == 0 && RING_HALVES % HALVES1 == 0 &&
+                  RING_HALVES % HALVES2 == 0,
               "a stage would reach over the ring's end");
 static_assert(!ONE_TOKEN || (MAX_TOKENS == 1 && !NARROW && CODE_BITS == 4 && HALVES2 == 1),
               "ONE_TOKEN is a call of one token, of FP4, with one half of 16 rows in a stage of FC2");

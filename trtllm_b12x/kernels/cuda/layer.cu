@@ -1,12 +1,12 @@
 // A decode layer in one launch: FC1, activation, FC2 and the weighted sum over a token's routes, for 1 to MAX_TOKENS
 // (at most 64) tokens. It needs what a block of SM12x has: 99 KB of shared memory, mma.sync, cp.async, mbarriers.
 //
-//   tasks, in the order of tickets       up to 8 tokens          more: GATHER, by groups of up to 8 routes of an expert
+//   tasks, in the order of tickets       few tokens              more: GATHER, by groups of up to 8 routes of an expert
 //     FC1                                expert hit x tiles      group x tiles
 //     FC2                                tile x token            group x tiles
 //     sum                                (part of FC2)           token
 //   A tile of FC1 is HALVES1 * 8 columns of the intermediate size (16 without a gate) of each of PARTS1 parts. A tile
-//   of FC2 is HALVES2 * 16 columns of the output; in GATHER of each of PARTS2 parts.
+//   of FC2 is HALVES2 * 16 columns of the output (8 if NARROW); in GATHER of each of PARTS2 parts.
 //
 //   Warps 0 to WARPS - 1 of a block copy, decode and multiply. One warp takes tickets and publishes tasks. ADDERS warps
 //   add and write.
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     slots = routes.number_slots(block);
   routes.mark(block);
   __syncthreads();
-  routes.store_factor(block);
+  if (!ONE_TOKEN) routes.store_factor(block);
   if (MAX_TOKENS == 1) slots = block.shared.valid()[0];
 
   if (warp == WARPS) {
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else if (warp > WARPS) {
     Adder(block).run();
   } else if constexpr (ONE_TOKEN) {
-    one.run();
+    one.run(routes);
   } else {
     Multiplier(block, inputs).run();
   }

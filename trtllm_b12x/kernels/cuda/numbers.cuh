@@ -5,11 +5,11 @@
 
 constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
 
-// ONE_TOKEN: FP4 goes to the tensor cores as it lies in bfloat16's bits, a subnormal that is 2^-126 times as large. x
-// and h are 2^60 times as large: so products are numbers of float32 unless they are below 2^-60. |x| or |h| of 2^67 or
-// more becomes infinite, and outputs infinite or NaN, never a finite wrong number. In float16 FP4 is 2^-14 times as
-// large, and x stays. Block scales multiply sums, in float32. Without SUBNORMALS the tensor cores take subnormals as
-// zeros: codes are made 2^126 times as large first, and x and h stay.
+// ONE_TOKEN: FP4 goes to the tensor cores as it lies in bfloat16's bits, a subnormal that is 2^-126 times as large.
+// x and h are 2^60 times as large: so products are numbers of float32 unless they are below 2^-60. |x| or |h| of 2^68
+// or more becomes infinite, and sums infinite or NaN. In float16 FP4 is 2^-14 times as large, and x stays. Block scales
+// multiply sums, in float32. Without SUBNORMALS the tensor cores take subnormals as zeros: codes are made 2^126 times
+// as large first, and x and h stay.
 constexpr bool RAW_X = FLOAT16 || !SUBNORMALS;
 constexpr u32 TWO_TO_60 = 0x5d805d80u, TWO_TO_126 = 0x7e807e80u;  // pairs
 // What sums of FC1 and of FC2 are multiplied by, and h when it is stored.

@@ -9,6 +9,7 @@
 #pragma once
 #include "inputs.cuh"
 #include "pipeline.cuh"
+#include "routing.cuh"
 
 struct OneToken {
   static constexpr int MOST_UNITS = (TOP_K * UNITS2 + WARPS - 1) / WARPS;  // of FC2, of a warp
@@ -70,7 +71,7 @@ struct OneToken {
   // ---- products
   // Adds to first and second the products of rows g and g + 8 with this lane's two columns.
   template <bool float16>
-  DEVICE void multiply(const Rows* rows, const u32* x, float& first, float& second) const {
+  DEVICE void multiply_rows(const Rows* rows, const u32* x, float& first, float& second) const {
     float sums[2][4] = {};
     const uint4 &p = rows[0].codes[0], &q = rows[1].codes[0];
     UNROLL
@@ -140,7 +141,7 @@ struct OneToken {
       for (int half = 0; half < HALVES1; half++) stages.read1_half(read[half], half, stages.split1 + i * SPLIT1);
       stages.close<FC1>();
       UNROLL
-      for (int half = 0; half < HALVES1; half++) multiply<FLOAT16>(read[half], x[i], rows[half][0], rows[half][1]);
+      for (int half = 0; half < HALVES1; half++) multiply_rows<FLOAT16>(read[half], x[i], rows[half][0], rows[half][1]);
     }
     hand_over<HALVES1>(rows);
     end_task();
@@ -196,11 +197,12 @@ struct OneToken {
         stages.close<FC2>();
         wait_for_h(h_at[j], h[j]);
         float first = 0, second = 0;
-        multiply<false>(read, h[j], first, second);
+        multiply_rows<false>(read, h[j], first, second);
         rows[0][0] += factor * first;
         rows[0][1] += factor * second;
-        if (MOST_UNITS > HELD) {  // h of the unit that is next in these registers; the next task has the same units
-          const int next = i + HELD < own2 ? i + HELD : j;
+        // h of the unit that is next in these registers; the next task has the same units.
+        const int next = i + HELD < own2 ? i + HELD : j;
+        if (MOST_UNITS > HELD && next != i) {
           h_at[j] = place_of_h(next);
           load_h(h_at[j], h[j]);
         }
@@ -210,9 +212,11 @@ struct OneToken {
     end_task();
   }
 
-  DEVICE void run() {
+  // `routes`: those that warp 0 has read.
+  DEVICE void run(const TokenRoutes& routes) {
     stages.begin();
-    stages.fill(true);  // waits for the first task alone: a warp may have no unit of any
+    stages.fill<Stages::FIRST_TASK>();
+    if (b.warp == 0) routes.store_factor(b);  // not ahead of weights: its scales come from memory
     UNROLL
     for (int i = 0; i < BLOCKS_A_WARP; i++) arrange(x[i]);
     own2 = stages.units_of(0);

@@ -2,9 +2,9 @@
 // no producer and no barrier, only copy_wait and __syncwarp. The ring runs on across tasks: FC2's weights are on their
 // way while FC1 computes.
 //
-// A stage is HALVES * 16 rows x 128 columns of one matrix, codes and block scales. Warp (part, split) takes the blocks
-// of 128 columns split, split + SPLIT1, ... of the rows of its part of a task's tiles; in FC2 of a call that does not
-// gather, warp w takes the units w, w + WARPS, ... of (route, block).
+// A stage is HALVES1 or HALVES2 times 16 rows x 128 columns of one matrix (NARROW: 8 x 256), codes and block scales.
+// Warp (part, split) takes the blocks of 128 columns split, split + SPLIT1, ... of the rows of its part of a task's
+// tiles; in FC2 of a call that does not gather, warp w takes the units w, w + WARPS, ... of (route, block).
 #pragma once
 #include "schedule.cuh"
 
@@ -184,7 +184,7 @@ struct Stages {
 
   // Waits until the stage that is used next is there.
   DEVICE void open() {
-    while (waiting == 0) ask(true);
+    if (waiting == 0) fill<ONE_STAGE>();
     wait_for_all_but<MOST_STAGES - 1>();
     __syncwarp();
   }
@@ -207,8 +207,13 @@ struct Stages {
     if (used == RING_BYTES) used = 0;
     fill();
   }
-  DEVICE void fill(bool wait = false) {
-    while (!ended && waiting < MOST_STAGES && ask(wait && number == 0)) {
+  // Asks for as many stages as there is room for, of tasks that are published. It waits for the first task, but not for
+  // others: a warp may have no unit of any; or for one stage.
+  static constexpr int NOTHING = 0, FIRST_TASK = 1, ONE_STAGE = 2;
+  template <int waits_for = NOTHING>
+  DEVICE void fill() {
+    while (!ended && waiting < MOST_STAGES &&
+           ask(waits_for == FIRST_TASK ? number == 0 : waits_for == ONE_STAGE && waiting == 0)) {
     }
   }
   // A task of FC2 of which this warp has no unit: nothing of it is to be asked for.

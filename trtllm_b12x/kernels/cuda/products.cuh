@@ -2,7 +2,7 @@
 //
 // The columns of mma.m16n8k16: FC1 multiplies for all tokens of the call, also for those that the expert has not; their
 // columns are not handed over. FC2 multiplies for one token at a time. In a call that gathers the columns are the
-// routes of the group. NARROW: the rows g + 8 of a product are the same rows on the second 128 columns. One token has
+// routes of the group. NARROW: the rows g + 8 of a product are the same rows on the second 128 columns. ONE_TOKEN has
 // warps of its own: see one_token.cuh.
 #pragma once
 #include "inputs.cuh"
@@ -174,7 +174,8 @@ struct Multiplier {
       const bool some = mine < own;
       const u32 of_mine = b.warp + (some ? mine : 0) * WARPS;
       const int block_of_mine = of_mine % UNITS2 * WIDTH + g % WIDTH;
-      in.row = h + ((u64)load_shared(route_of(of_mine) + ROUTE_NUMBER) * BLOCKS2 + block_of_mine) * 256;
+      in.row =
+          h + ((u64)load_shared(route_of(of_mine) + ROUTE_NUMBER) * BLOCKS2 + min(block_of_mine, BLOCKS2 - 1)) * 256;
       UNROLL
       for (int j = 0; j < 16; j++) in.x[0][j] = 0;
       if (some) in.load<FC2>(in.x[0], 0);
@@ -226,7 +227,7 @@ struct Multiplier {
 
   DEVICE void run() {
     stages.begin();
-    stages.fill(true);  // waits for the first task alone: a warp may have no unit of any
+    stages.fill<Stages::FIRST_TASK>();
     if (GATHER) {
       while (current() == FC1) {
         if constexpr (RESIDENT)

@@ -80,7 +80,7 @@ struct TokenRoutes {
   // It may be late: FC2 waits for it.
   DEVICE void store_factor(const Block& b) const {
     if (factor_at) store_shared_float(factor_at, factor);
-    if (!ONE_TOKEN || b.warp) return;
+    if (!ONE_TOKEN) return;
     __syncwarp();
     if (b.lane == 0) release_shared(b.shared.factors(), 1);
   }

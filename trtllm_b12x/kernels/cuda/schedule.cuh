@@ -3,12 +3,12 @@
 // A launch has phases: FC1, FC2, and in a call that gathers SUM. FC1's tasks wait for nothing, FC2's for FC1's, SUM's
 // for FC2's. A ticket is the next number of a counter in the workspace.
 //
-// Up to 8 tokens a ticket is a virtual block v, as many as blocks. It stands for every task of FC1 whose number is v
-// modulo `blocks`, and for as many of FC2, counted from the other end: the last virtual blocks have the fewest tasks of
-// FC1. A block works on FC1 for every ticket that it takes, and goes on to FC2 when no ticket is left. It takes another
-// one only when it has finished all its tasks: until then tickets are left to blocks that are late.
-// In a call that gathers a ticket is a task of FC1, then of FC2, then of SUM; one of the first `blocks` tickets stands
-// for several of FC1. A block takes tickets a few tasks ahead.
+// In a call that does not gather a ticket is a virtual block v, as many as blocks. It stands for every task of FC1
+// whose number is v modulo `blocks`, and for as many of FC2, counted from the other end: the last virtual blocks have
+// the fewest tasks of FC1. A block works on FC1 for every ticket that it takes, and goes on to FC2 when no ticket is
+// left. It takes another one only when all its warps have given its tasks back: until then tickets are left to blocks
+// that are late. In a call that gathers a ticket is a task of FC1, then of FC2, then of SUM; one of the first `blocks`
+// tickets stands for several of FC1. A block takes tickets a few tasks ahead.
 //
 // Why a launch ends. When a block begins FC2, all tasks of FC1 have been taken by blocks that run, and those compute
 // them without waiting for another block: so h becomes complete, FC2's tasks wait for nothing any more, and then nor do
@@ -85,7 +85,7 @@ struct Tickets {
     if (b.lane == 0) ticket = atomicAdd(b.workspace.ticket(), 1);
     ticket = __shfl_sync(~0u, ticket, 0);
   }
-  // Whether all warps have given back the block's first tasks, so many.
+  // Whether all warps have given back the block's first `count` tasks.
   DEVICE bool finished(u32 count) const {
     return !__any_sync(~0u, count && !barrier_test(b.shared.given_back(count - 1), parity_of(count - 1)));
   }
@@ -99,10 +99,10 @@ struct Tickets {
       if (b.lane == 0) store_shared_u16(b.shared.tickets() + 2 * taken, (u16)ticket);
       taken++;
       publish(FC1, ticket, blocks, tasks1);
-      while (next < blocks && !finished(number)) {
+      do {
         pause();
         next = __shfl_sync(~0u, load_relaxed(b.workspace.ticket()), 0);
-      }
+      } while (next < blocks && !finished(number));
       if (next >= blocks) break;
       take();
     }
@@ -144,6 +144,7 @@ struct Tickets {
       barrier_arrive(b.shared.published(number));
       __threadfence();
       if (atomicAdd(b.workspace.done(), 1) == blocks - 1) {  // no block takes a ticket any more
+        __threadfence();
         *b.workspace.ticket() = 0;
         *b.workspace.done() = 0;
         b.workspace.epoch()[0] = epoch + 1;
@@ -170,9 +171,9 @@ struct Tickets {
       from += at_once * step;
     }
   }
-  DEVICE void write_entry(u32 kind, int task, u32 number) {
-    wait_for_entry(number);
-    const u32 to = b.shared.entry(number);
+  DEVICE void write_entry(u32 kind, int task, u32 place) {
+    wait_for_entry(place);
+    const u32 to = b.shared.entry(place);
     if (kind == FC1) {
       const int slot = task / TASKS1, tiles = task % TASKS1;
       const Slot word = {load_shared(b.shared.slots() + slot * 4)};  // or group: the expert lies alike
@@ -188,7 +189,7 @@ struct Tickets {
     } else
       store_shared(to + INFO_AT, task);
     store_shared(to, kind);
-    barrier_arrive(b.shared.published(number));
+    barrier_arrive(b.shared.published(place));
   }
   // The counts and the buffer of h that the next launch uses. Only the launch before this one used them, and it has
   // ended.

@@ -168,12 +168,11 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
     elif bits == 8 or tokens * g.stored_hidden < 32 * _TASKS:
         del choices[0]
     for chosen in choices:
-        *_, stages1, ring_halves = chosen
-        ring = warps * ring_halves * (256 * bits + 16 * scales)
+        ring = warps * chosen[-1] * (256 * bits + 16 * scales)
         sums = buffers * warps * min(tokens, _COLUMNS) * 64
         barriers = 8 * (2 * buffers + 1 + 2 * entries)
         offsets = _shared_memory(g, tokens, ring, sums, barriers, entries * (16 + 16 * tiles))
-        if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or 2 in (stages1, ring_halves)):
+        if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or chosen in ((2, 2, 2, 4), choices[-1])):
             break
     else:
         return None
