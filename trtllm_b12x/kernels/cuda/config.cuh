@@ -19,7 +19,7 @@ constexpr int THREADS = (WARPS + 1 + ADDERS) * 32;
 constexpr int SPLIT1 = WARPS / PARTS1, SPLIT2 = WARPS / PARTS2;  // warps that share the columns of a part's rows
 constexpr int READERS = WARPS + ADDERS;                          // warps that read tasks
 
-// ---- a tile: its rows in pieces of 8; a stage has HALVES of 16 rows
+// ---- a tile: its rows in pieces of 8; a stage has HALVES1 or HALVES2 times 16 rows
 constexpr int MATRICES = GATED ? 2 : 1;
 constexpr int PIECES1 = 2 * HALVES1 / MATRICES;    // of rows of up, and as many of gate
 constexpr int PIECES2 = NARROW ? 1 : 2 * HALVES2;  // NARROW: the other piece is the same rows, 128 columns on

@@ -32,7 +32,7 @@ DEVICE float scale2_of(const Layer& layer, int expert) {
   return layer.alpha2[expert] * layer.input2[expert * layer.step2];
 }
 
-// ---- up to 8 tokens: warp w reads the routes of token w, a route a lane
+// ---- a call that does not gather: warp w reads the routes of token w, a route a lane
 struct TokenRoutes {
   int expert = -1;    // of this lane's route, if it is local
   int slot = 0;       // place of the route among all; after `number_slots` the number of its expert among those hit
