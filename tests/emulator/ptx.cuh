@@ -235,8 +235,8 @@ inline u32 load_shared_u8(u32 at, emulator::Line line = {}) {
 inline float load_shared_float(u32 at, emulator::Line line = {}) {
   return in_shared<float>(at, emulator::READ, "load_shared_float", line);
 }
-inline void store_shared_16(u32 at, u32 x, u32 y, u32 z, u32 w, emulator::Line line = {}) {
-  in_shared<uint4>(at, emulator::WRITE, "store_shared_16", line) = {x, y, z, w};
+inline void store_shared_16(u32 at, uint4 v, emulator::Line line = {}) {
+  in_shared<uint4>(at, emulator::WRITE, "store_shared_16", line) = v;
 }
 inline void store_shared(u32 at, u32 v, emulator::Line line = {}) {
   in_shared<u32>(at, emulator::WRITE, "store_shared", line) = v;

@@ -327,12 +327,12 @@ def test_a_launch_that_stops_itself() -> None:
 
 BITS = "other bits"
 MISSING = {
-    "wait for copies": (("pipeline.cuh", "copy_wait<most>();", ";"), "a thread ends before its copies have arrived"),
+    "wait for copies": (("pipeline.cuh", "copy_wait<least - 1>();", ";"), "a thread ends before its copies have arrived"),
     "warp is together before copies": (
         ("pipeline.cuh", "__syncwarp();\n    waiting--;", "waiting--;"),
         BITS,
     ),
-    "warp is together behind copies": (("pipeline.cuh", "<MOST_STAGES - 1>();\n    __syncwarp();", "<MOST_STAGES - 1>();"), BITS),
+    "warp is together behind copies": (("pipeline.cuh", "<1>();\n    __syncwarp();", "<1>();"), BITS),
     "copies end at the last column": (
         ("config.cuh", "BLOCKS1 = (STORED_HIDDEN + 127) / 128,", "BLOCKS1 = (STORED_HIDDEN + 127) / 128 + 64,"),
         "copy from outside of the layer's tensors at pipeline.cuh",

@@ -17,16 +17,18 @@ from typing import NamedTuple
 import pytest
 
 RULES = {
-    "counter": "Tickets come from a counter. Else a block has those of its own number.",
-    "order": "All tasks of FC1 are taken before one of FC2 is published. Else FC2's come first, or with FC1's of a ticket.",
+    "taken": "A block takes virtual blocks that are left. Else it has that of its own number alone.",
+    "order": "All tasks of FC1 are taken before one of FC2 is published. Else FC2's come first, or with FC1's of a virtual block.",
+    "own": "FC1 of the own virtual block is worked on in any case: its weights are asked for before it is known who took it.",
+    "known": "The task behind those that are known ahead of their entries is the first in its entry, too: it is waited for.",
     "tickets": "Tickets are as described. Else as in 274a226: each is a task, and a block is a few ahead of its first warp.",
     "given back": "An entry is written again when every reader has given it back.",
     "adders arrive": "Warps that add are such readers.",
     "adders stay": "Warps that add read the entries of sums, too.",
     "late arrival": "A warp that multiplies gives an entry back at the end of the task, not when it begins it.",
     "idle": "A warp without units in a task moves its place for weights past the task.",
-    "leave": "A block that has work takes no further ticket. In a call that gathers it takes a few.",
-    "launch ahead": "A block takes its first ticket when the launch ahead has ended.",
+    "leave": "A block that has work takes nothing more. In a call that gathers it takes a few tickets.",
+    "launch ahead": "A block takes its virtual block, or its first ticket, when the launch ahead has ended.",
     "other buffer": "A launch makes the other buffer of h ready, not its own.",
 }
 FC1, FC2, SUM = range(3)
@@ -37,11 +39,12 @@ Words = list[int]
 # Words of a warp: where it is, and the number in the block of the task that it is at; then of each role its own.
 AT, NUMBER = range(2)
 START, AHEAD, TAKE, PUBLISH, POLL, LAST, STAY, READ, OPEN, WAIT, HAND_OVER, ADD, RELEASE, GONE = range(14)
-TASKS_END, TASK, TICKETS = 2, 3, 4  # from there on, tickets whose tasks of FC2 are not published
+TASKS_END, TASK, HELD_AT = 2, 3, 4  # from there on, virtual blocks whose tasks of FC2 are not published
 KIND, ASKED, UNIT, UNDERWAY, LEFT = range(2, 7)
 RUNNING, STARTED, BEGUN, BLOCKS_ENDED = 0, 0, 1, 2  # of the device: blocks that run; the others of each launch
-TICKET, DONE, EPOCH, H, SHARES = 0, 1, 2, 3, 5  # of a workspace; the last two of each buffer of h
-PROGRESS, ENDED, BUFFER, ENTRIES = range(4)  # of a block: tasks begun, readers that ended; then tasks and arrivals at mbarriers
+TICKET, DONE, EPOCH, H, SHARES = 0, 1, 2, 3, 5  # of a workspace; the first may be bits of what is taken; H: bits of FC1's tasks
+TAKEN = TICKET
+PROGRESS, ENDED, BUFFER, RUNS, ENTRIES = range(5)  # of a block: tasks begun, readers that ended; then tasks and arrivals at mbarriers
 
 
 class LostEntryError(Exception):
@@ -109,11 +112,19 @@ class TakesTickets(Role):
         elif at == AHEAD:
             if ahead and "launch ahead" not in self.without and device[ahead + BLOCKS_ENDED] < blocks:
                 return BLOCKED
-            device[here + BEGUN], block[BUFFER], own[AT] = device[here + BEGUN] + 1, work[EPOCH] % 2, TAKE
+            device[here + BEGUN], block[BUFFER], block[RUNS], own[AT] = device[here + BEGUN] + 1, work[EPOCH] % 2, 1, TAKE
+            own[TASK] = self.block
             return ALONE
-        elif at == TAKE:
-            self.deal(own, work[TICKET] if "counter" not in self.without else NEVER if own[NUMBER] else self.block)
+        elif at == TAKE and self.single:
+            self.deal(own, work[TICKET])
             work[TICKET] += 1
+        elif at == TAKE:
+            before, work[TAKEN] = work[TAKEN], work[TAKEN] | 1 << own[TASK]
+            if before == work[TAKEN] and (own[NUMBER] or "own" in self.without):
+                own[AT] = POLL
+            else:
+                self.deal(own, own[TASK])
+                own += [own[TASK]] * (before != work[TAKEN])
         elif at == PUBLISH:
             if own[TASK] < own[TASKS_END]:
                 before = own[NUMBER] - self.launch.entries
@@ -129,14 +140,15 @@ class TakesTickets(Role):
                 if not self.single and kind == (FC1 if "order" in self.without else FC2):
                     self.deal(own, NEVER)
         elif at == POLL:
-            if not self.single and work[TICKET] >= blocks:
+            left = [n for n in range(blocks) if not work[TAKEN] >> n & 1 and "taken" not in self.without]
+            if not self.single and not left:
                 self.deal(own, NEVER)
                 return ALONE
             last = own[NUMBER] - 1 - self.single * (self.launch.lead + self.launch.stages * (own[TASKS_END] <= self.ends[FC1]))
             begun = "leave" in self.without or ("tickets" in self.without and block[PROGRESS] > last)
             if last >= 0 and not begun and ("tickets" in self.without or not self.given_back.passed(block, last)):
                 return BLOCKED
-            own[AT] = TAKE
+            own[AT], own[TASK] = TAKE, 0 if self.single else left[0]
             return ALONE if self.single else MOVED
         elif at == LAST:
             other = block[BUFFER] ^ ("other buffer" not in self.without)
@@ -163,22 +175,28 @@ class TakesTickets(Role):
             task = (task + fc1) % fc2 if "order" in self.without and task < fc2 else task
             own[TASK], own[TASKS_END] = task, min(first * blocks, fc1) if ticket < blocks and task < fc1 else task + 1
         elif ticket < blocks:
-            own.append(ticket)
             own[TASK], own[TASKS_END] = ticket, fc1
-        elif len(own) > TICKETS:
-            own[TASK], own[TASKS_END] = fc1 + blocks - 1 - own.pop(TICKETS), fc2
+        elif len(own) > HELD_AT:
+            own[TASK], own[TASKS_END] = fc1 + blocks - 1 - own.pop(HELD_AT), fc2
 
 
 class Multiplies(Role):
+    def task(self, block: Words, number: int) -> int | None:
+        """Return the block's task, None if it is not known: it is published, or one of FC1 of the own virtual block."""
+        own = self.block + number * self.launch.blocks
+        if not self.single and number < self.launch.entries - ("known" not in self.without) and own < self.ends[FC1]:
+            return own if block[RUNS] else None
+        return block[ENTRIES + number % self.launch.entries] if self.published.passed(block, number) else None
+
     def units(self, task: int) -> int:
         routes = self.launch.routes[task % len(self.launch.routes)]
         return 1 if self.gathers or task < self.ends[FC1] else -(-max(0, routes - self.warp) // self.launch.warps)
 
     def ask(self, block: Words, own: Words) -> bool:
         """Ask for a stage if its task is published, or pass a task without units."""
-        if own[ASKED] == NEVER or not self.published.passed(block, own[ASKED]):
+        task = self.task(block, own[ASKED]) if own[ASKED] != NEVER else None
+        if task is None:
             return False
-        task = block[ENTRIES + own[ASKED] % self.launch.entries]
         if self.kind(task) >= SUM:
             own[ASKED] = NEVER
             return False
@@ -197,9 +215,9 @@ class Multiplies(Role):
     def step(self, device: Words, work: Words, computed: Words, block: Words, own: Words) -> int:
         number, at = own[NUMBER], own[AT]
         if at == READ:
-            if not self.published.passed(block, number):
+            task = self.task(block, number)
+            if task is None:
                 return BLOCKED
-            task = block[ENTRIES + number % self.launch.entries]
             kind = self.kind(task)
             if kind == len(self.ends):
                 block[ENDED], own[AT] = block[ENDED] + 1, GONE
@@ -220,7 +238,8 @@ class Multiplies(Role):
             own[AT] = WAIT if own[KIND] == FC2 else OPEN if own[LEFT] else HAND_OVER
             return ALONE if self.fill(block, own) else MOVED
         if at == WAIT:
-            if work[(H if own[KIND] == FC2 else SHARES) + block[BUFFER]] < self.launch.tasks[own[KIND] - 1]:
+            there = work[(H if own[KIND] == FC2 else SHARES) + block[BUFFER]]
+            if (there.bit_count() if own[KIND] == FC2 else there) < self.launch.tasks[own[KIND] - 1]:
                 return BLOCKED
             if own[KIND] == FC2:
                 own[AT] = OPEN if own[LEFT] else HAND_OVER
@@ -257,7 +276,10 @@ class Adds(Role):
             self.empty.arrive(block, number)
             own[AT] = RELEASE  # warps that multiply may go on before h or shares are there
         else:
-            work[(H if own[KIND] == FC1 else SHARES) + block[BUFFER]] += 1
+            if own[KIND] == FC1:
+                work[H + block[BUFFER]] |= 1 << own[TASK]
+            else:
+                work[SHARES + block[BUFFER]] += 1
             own[AT], own[NUMBER] = READ, number + 1
         return ALONE
 
@@ -287,10 +309,15 @@ class Device:
         return len(self.parts) - 1
 
     def check(self, state: Sequence[Sequence[int]]) -> None:
-        """Check that all launches ended, with each task computed once, and left the workspace as the next launch needs it."""
+        """Check that all launches ended, with each task computed, and left the workspace as the next launch needs it.
+
+        One of FC1 may be computed by two blocks in a call that does not gather: by one that was late, and by one that was not.
+        """
         assert all(state[sees[-1]][AT] == GONE for _, sees in self.warps)
         for launch, work, computed, epoch in self.launches:
-            assert list(state[computed]) == [1] * sum(launch.tasks[:SUM]) + [launch.warps] * sum(launch.tasks[SUM:])
+            times = [min(n, 1) if k < launch.tasks[FC1] and len(launch.tasks) == SUM else n for k, n in enumerate(state[computed])]
+            assert times == [1] * sum(launch.tasks[:SUM]) + [launch.warps] * sum(launch.tasks[SUM:])
+            assert max(state[computed]) <= max(2, launch.warps)
             assert [state[work][n] for n in (TICKET, DONE, EPOCH, H + epoch % 2, SHARES + epoch % 2)] == [0, 0, epoch, 0, 0]
 
 
@@ -350,7 +377,7 @@ HELD = Launch(24, (60, 20, 64), entries=16, warps=3, adders=2, lead=2, without=T
 LATE = Launch(32, (400, 64), (4,), entries=8, warps=3, adders=2, stages=4, lead=2, without=TASKS)
 HUNG = [(IDLE, 15, ["idle"]), (HELD, 6, ["given back", "adders stay"]), (LATE, 28, ["given back"])]
 SMALL = [
-    (4_000, False, 2, [[replace(TWO, tasks=(0, 3), routes=(0,))]]),  # no local routes
+    (2_000, False, 2, [[replace(TWO, tasks=(0, 3), routes=(0,))]]),  # no local routes
     (40_000, False, 2, [[replace(TWO, tasks=(4, 3))]]),
     (55_000, False, 2, [[replace(TWO, blocks=3, tasks=(4, 2))]]),
     (60_000, False, 2, [[GATHER]]),
@@ -385,7 +412,9 @@ def test_launches_of_real_sizes_end(resident: int, late: int, streams: list[list
 
 
 BROKEN = [
-    ("counter", 1, [Launch(2, (2, 2))], AssertionError),
+    ("taken", 1, [Launch(2, (2, 2))], AssertionError),
+    ("known", 2, [Launch(2, (4, 3))], LostEntryError),
+    ("own", 1, [Launch(2, (2, 2))], AssertionError),
     ("order", 1, [Launch(2, (2, 2))], AssertionError),
     ("order", 1, [Launch(2, (2, 2, 1), entries=4, stages=1, lead=1)], AssertionError),
     ("given back", 1, [Launch(2, (3, 2))], LostEntryError),
@@ -409,9 +438,10 @@ def test_a_block_that_has_work_leaves_tickets() -> None:
     for sums, without, tickets in ((), [], 1), ((), ["leave"], 8), ((4,), [], 3), ((4,), ["leave"], 25):
         device = Device(1, [Launch(8, (16, 16, *sums), entries=32, without=frozenset(without))])
         words = [device.parts[part] for part in device.warps[0][1]]
-        while words[1][TICKET] < tickets + 1 and device.warps[0][0].step(*words) != BLOCKED:
-            pass
-        assert words[1][TICKET] == tickets
+        taken = 0
+        while taken <= tickets and device.warps[0][0].step(*words) != BLOCKED:
+            taken = words[1][TICKET] if sums else words[1][TAKEN].bit_count()
+        assert taken == tickets
 
 
 @pytest.mark.parametrize(("launch", "resident", "broken"), HUNG)

@@ -57,6 +57,7 @@ constexpr u64 EXPERT_SCALES2 =
 constexpr int LOADS = CODE_BITS / 4;
 constexpr int HALF_CODES = 2 * 512 * LOADS;
 constexpr int ROW_SCALES = 128 / GROUP;
+constexpr int BLOCK_SCALES = (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES) / 2;  // in units of 2 bytes
 constexpr bool UNEVEN = !TILED_SCALES && (SCALE_PITCH1 % ROW_SCALES || SCALE_PITCH2 % ROW_SCALES);
 constexpr int SCALE_SLOT = ROW_SCALES + (UNEVEN ? 4 : 0);
 constexpr int HALF_BYTES = HALF_CODES + 16 * SCALE_SLOT;

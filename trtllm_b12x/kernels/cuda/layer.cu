@@ -72,20 +72,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Inputs inputs(block);
   OneToken one(block);
   Tickets tickets(block);
+  if (ONE_TOKEN && warp < WARPS) one.stages.begin();
   prefetch_scales(block);
   wait_for_launch_ahead();
   let_next_launch_begin();
 
+  if (threadIdx.x == WARPS * 32) tickets.begin();
   if (ONE_TOKEN && warp < WARPS) {  // before anything else is known
-    one.load_x();
+    one.begin();
   } else if (!GATHER && warp < WARPS) {
     inputs.to_token();
     UNROLL
     for (int i = 0; i < BLOCKS_A_WARP; i++) inputs.load<FC1>(inputs.x[i], warp % SPLIT1 + i * SPLIT1);
   }
-  if (threadIdx.x == WARPS * 32) tickets.begin();
 
-  TokenRoutes routes;
+  TokenRoutes routes(block);
   if (!GATHER) routes.read(block);
   if (MAX_TOKENS > 1) __syncthreads();
   int slots = 0;
@@ -94,18 +95,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   else if (MAX_TOKENS > 1)
     slots = routes.number_slots(block);
   routes.mark(block);
-  __syncthreads();
-  if (!ONE_TOKEN) routes.store_factor(block);
+  if (!ONE_TOKEN || FROM_LOGITS)
+    __syncthreads();
+  else if (warp >= WARPS)
+    named_barrier<1, (ADDERS + 1) * 32>();
   if (MAX_TOKENS == 1) slots = block.shared.valid()[0];
 
   if (warp == WARPS) {
     tickets.set_tasks(slots);
     tickets.run();
   } else if (warp > WARPS) {
+    if (ONE_TOKEN) routes.store_factor(block);
     Adder(block).run();
   } else if constexpr (ONE_TOKEN) {
-    one.run(routes);
+    one.run();
   } else {
-    Multiplier(block, inputs).run();
+    Multiplier multiplier(block, inputs);
+    multiplier.stages.begin();
+    if (!GATHER) {
+      multiplier.stages.learn(slots);
+      multiplier.stages.ask_first(slots);
+    }
+    routes.store_factor(block);
+    multiplier.run();
   }
 }

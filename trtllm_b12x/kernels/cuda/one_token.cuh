@@ -148,7 +148,6 @@ struct OneToken {
   }
 
   // ---- FC2: units go round the warps; products are added up over the token's routes here
-  DEVICE u32 route_of(u32 unit) const { return b.shared.routes() + unit / UNITS2 * 16; }
   // Whether this lane has columns of h of a unit.
   DEVICE bool has_h(int i) const {
     if (!has_x || i >= own2) return false;
@@ -157,8 +156,7 @@ struct OneToken {
   // Bytes from the beginning of a buffer of h; ~0: this lane has no columns of the unit.
   DEVICE u32 place_of_h(int i) const {
     if (!has_h(i)) return ~0u;
-    const u32 unit = b.warp + i * WARPS, route = load_shared(route_of(unit) + ROUTE_NUMBER);
-    return (route * BLOCKS2 + unit % UNITS2) * 256 + (g >> 2) * 128 + t * 16;
+    return load_shared(b.shared.unit(b.warp + i * WARPS) + UNIT_H) + (g >> 2) * 128 + t * 16;
   }
   DEVICE void load_h(u32 place, u32* to) const {
     UNROLL
@@ -190,7 +188,7 @@ struct OneToken {
         const int i = from + j;
         if (i >= own2) break;
         const u32 unit = b.warp + i * WARPS;
-        const float factor = load_shared_float(route_of(unit) + ROUTE_FACTOR);
+        const float factor = load_shared_float(b.shared.unit(unit) + UNIT_FACTOR);
         Rows read[2];
         stages.open();
         stages.read2_half(read, 0, unit % UNITS2);
@@ -212,17 +210,30 @@ struct OneToken {
     end_task();
   }
 
-  // `routes`: those that warp 0 has read.
-  DEVICE void run(const TokenRoutes& routes) {
-    stages.begin();
-    stages.fill<Stages::FIRST_TASK>();
-    if (b.warp == 0) routes.store_factor(b);  // not ahead of weights: its scales come from memory
+  // Asks for x, and for the first weights straight from the ids: shared memory would have them later.
+  DEVICE void begin() {
+    int expert = -1;
+    if (!FROM_LOGITS && b.lane < TOP_K) expert = expert_of(b, b.lane);
+    load_x();
+    if (FROM_LOGITS) return;
+    const u32 local = __ballot_sync(~0u, expert >= 0);
+    const int place = __popc(local & ((1u << b.lane) - 1));
+    stages.ask_first([&](int slot) {
+      const u32 lanes = __ballot_sync(~0u, expert >= 0 && place == slot);
+      return lanes ? __shfl_sync(~0u, expert, __ffs(lanes) - 1) : -1;
+    });
+  }
+  DEVICE void run() {
+    if (FROM_LOGITS) stages.ask_first((int)b.shared.valid()[0]);
     UNROLL
     for (int i = 0; i < BLOCKS_A_WARP; i++) arrange(x[i]);
-    own2 = stages.units_of(0);
+    kind_of(b, 0);  // behind it, routes are known
+    stages.learn(b.shared.valid()[0]);
+    own2 = stages.units;
+    if (stages.waiting == 0) stages.fill<Stages::FIRST_TASK>();
     UNROLL
     for (int i = 0; i < HELD; i++) h_at[i] = place_of_h(i);
-    while (kind_of(b, number) == FC1) fc1();
+    while (number < stages.known || kind_of(b, number) == FC1) fc1();
     UNROLL
     for (int i = 0; i < HELD; i++) load_h(h_at[i], h[i]);
     while (!acquire_shared(b.shared.factors())) {

@@ -41,6 +41,7 @@ struct Stages {
   // What is asked for next: number of the task; stage of the task, of so many; tile of the task.
   u32 number = 0;
   int stage = 0, units = 0, tile = 0;
+  u32 known = 0;           // the block's tasks before this one are FC1's
   u32 slot = 0, used = 0;  // bytes in the ring: where that stage goes, and the one that is used next
   bool ended = false;      // nothing more is to be asked for
   // This lane's bytes within a task's codes, and scales that it copies for the warp; the ring; where it reads scales of
@@ -81,6 +82,13 @@ struct Stages {
     keep(codes1), keep(codes2), keep(scales1), keep(scales2), keep(read1), keep(read2), keep(ring);
   }
 
+  // Routes are known, and so are the first tasks of the block's own virtual block. Not as many as there are entries: the
+  // task behind them is waited for, and a parity tells only whether an entry has its first or its second task.
+  DEVICE void learn(int slots) {
+    const int tasks = slots * TASKS1 - blockIdx.x;
+    known = tasks <= 0 ? 0 : min(ENTRIES - 1, (tasks - 1) / (int)gridDim.x + 1);
+    if (ONE_TOKEN) units = units_of(0);
+  }
   // Units of FC2 that this warp has of a token.
   DEVICE int units_of(u32 token) const { return ((int)b.shared.valid()[token] * UNITS2 - b.warp + WARPS - 1) / WARPS; }
 
@@ -89,6 +97,7 @@ struct Stages {
   // Asks for the next stage if its task is published, or once it is. Returns whether it went on: by a
   // stage, or past a task of which this warp has none.
   DEVICE bool ask(bool wait) {
+    if (!GATHER && waiting >= STAGES1 && number < known) return false;
     if (!wait && !is_published(b, number)) return false;
     const u32 kind = wait ? kind_of(b, number) : load_shared(b.shared.entry(number));
     if (kind == END || kind == SUM) {
@@ -96,12 +105,20 @@ struct Stages {
       return false;
     }
     if (kind == FC1 ? waiting >= STAGES1 : halves_in_use() + HALVES2 > RING_HALVES) return false;
-    const bool task_ends = kind == FC1 ? copy1(ring + slot) : copy2(ring + slot);
-    const int size = kind == FC1 ? HALVES1 : units > 0 ? HALVES2 : 0;
-    if (size) {
+    if (kind == FC1)
+      asked<FC1>(HALVES1, copy1(ring + slot, load_shared_16(b.shared.entry(number) + TILES_AT +
+                                                            16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)))));
+    else
+      asked<FC2>(HALVES2, copy2(ring + slot));
+    return true;
+  }
+  // A stage of `size` halves was asked for, or none of a task of FC2.
+  template <int phase>
+  DEVICE void asked(int size, bool task_ends) {
+    if (phase == FC1 || units > 0) {
       copy_commit();
       waiting++;
-      if (HALVES1 != HALVES2 && kind == FC1) tall++;
+      if (HALVES1 != HALVES2 && phase == FC1) tall++;
       slot += size * HALF_BYTES;
       if (slot == RING_BYTES) slot = 0;
     }
@@ -109,12 +126,23 @@ struct Stages {
       stage = tile = 0;
       number++;
     }
-    return true;
   }
-  // Copies a stage of FC1. Returns whether it is the task's last.
-  DEVICE bool copy1(u32 to) {
-    const u32 entry = b.shared.entry(number);
-    const uint4 from = load_shared_16(entry + TILES_AT + 16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)));
+  // Asks for the first stages of FC1, before their tasks are published: those of the block's own virtual block.
+  // `expert_of(slot)`: the expert of a slot, -1 if there are not so many.
+  template <class ExpertOf>
+  DEVICE void ask_first(ExpertOf expert_of) {
+    UNROLL
+    for (int i = 0; i < STAGES1; i++) {
+      const int task = blockIdx.x + number * gridDim.x, expert = expert_of(task / TASKS1);
+      if (expert < 0) return;
+      asked<FC1>(HALVES1, copy1(ring + slot, tile1(expert, task % TASKS1 * TASK_TILES1 + part)));
+    }
+  }
+  DEVICE void ask_first(int slots) {
+    ask_first([&](int slot) { return slot < slots ? (int)Slot{load_shared(b.shared.slots() + slot * 4)}.expert() : -1; });
+  }
+  // Copies a stage of FC1 from a tile. Returns whether it is the task's last.
+  DEVICE bool copy1(u32 to, const uint4& from) {
     const int later = stage * SPLIT1;  // blocks behind the warp's first
     const int column = (split1 + later) * 128;
     const u8* codes = b.layer.w1 + ((u64)from.x << 4) + (codes1 + later * (16 * CODE_BITS));
@@ -149,14 +177,25 @@ struct Stages {
   // Copies a stage of FC2, if this warp has one.
   DEVICE bool copy2(u32 to) {
     const u32 entry = b.shared.entry(number);
-    if (stage == 0) units = GATHER ? own2 : units_of(load_shared(entry + INFO_AT) >> 16);
+    if (!ONE_TOKEN && stage == 0) units = GATHER ? own2 : units_of(load_shared(entry + INFO_AT) >> 16);
     if (units > 0) {
       const uint4 from = load_shared_16(entry + TILES_AT + (GATHER ? 16 * (b.warp / SPLIT2) : 0));
-      const u32 unit = b.warp + stage * WARPS, place = unit / UNITS2;
-      const u32 route = b.shared.routes() + ((load_shared(entry + INFO_AT) >> 16) * TOP_K + place) * 16;
+      const u32 unit = b.warp + stage * WARPS;
       const u32 block = GATHER ? split2 + stage * SPLIT2 : unit % UNITS2 * (NARROW ? 2 : 1);
-      const u8* codes =
-          b.layer.w2 + ((u64)(from.x + (GATHER ? 0 : load_shared(route))) << 4) + (codes2 + block * (16 * CODE_BITS));
+      u32 codes_at = from.x, scales_at = from.y;
+      if (ONE_TOKEN) {
+        codes_at += load_shared(b.shared.unit(unit));
+        scales_at += load_shared(b.shared.unit(unit) + UNIT_SCALES);
+      } else {
+        if (!GATHER) {
+          const u32 route = b.shared.routes() + ((load_shared(entry + INFO_AT) >> 16) * TOP_K + unit / UNITS2) * 16;
+          codes_at += load_shared(route);
+          scales_at += load_shared(route + ROUTE_SCALES);
+        }
+        codes_at += block * CODE_BITS;
+        scales_at += block * BLOCK_SCALES;
+      }
+      const u8* codes = b.layer.w2 + ((u64)codes_at << 4) + codes2;
       UNROLL
       for (int n = 0; n < 2 * HALVES2 * LOADS; n++) {
         const int i = n % LOADS, piece = n / LOADS;
@@ -175,8 +214,7 @@ struct Stages {
       if ((LANES2 == 32 || b.lane < LANES2) && group && row)
         copy_scales<TILED_SCALES ? BYTES2 : ROW_SCALES>(
             to + HALVES2 * HALF_CODES + b.lane * BYTES2,
-            b.layer.s2 + ((u64)(from.y + (GATHER ? 0 : load_shared(route + ROUTE_SCALES))) << 1) +
-                (scales2 + block * (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES)),
+            b.layer.s2 + ((u64)scales_at << 1) + scales2,
             SCALE_PITCH2 - (int)(block + (NARROW ? b.lane >> 3 : 0)) * ROW_SCALES);
     }
     return ++stage >= units;
@@ -185,16 +223,16 @@ struct Stages {
   // Waits until the stage that is used next is there.
   DEVICE void open() {
     if (waiting == 0) fill<ONE_STAGE>();
-    wait_for_all_but<MOST_STAGES - 1>();
+    wait_for_oldest<1>();
     __syncwarp();
   }
-  // Waits until at most `waiting` - 1 stages, and at most `most`, are on their way.
-  template <int most>
-  DEVICE void wait_for_all_but() const {
-    if constexpr (most > 0) {
-      if (waiting <= most) return wait_for_all_but<most - 1>();
+  // Waits for the oldest of the stages on their way: `waiting`, at least `least`.
+  template <int least>
+  DEVICE void wait_for_oldest() const {
+    if constexpr (least < MOST_STAGES) {
+      if (waiting > least) return wait_for_oldest<least + 1>();
     }
-    copy_wait<most>();
+    copy_wait<least - 1>();
   }
   // It is in registers: asks for another one in its place.
   template <int phase>

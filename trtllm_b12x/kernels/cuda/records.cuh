@@ -43,7 +43,8 @@ extern "C" __device__ const int workspace_bytes = HEADER + 2 * H_BUFFER + ALL_SH
 
 struct Workspace {
   u8* base;
-  DEVICE u32* ticket() const { return (u32*)base; }        // the next ticket
+  DEVICE u32* ticket() const { return (u32*)base; }        // GATHER: the next ticket
+  DEVICE u32* taken() const { return (u32*)base; }         // else a bit for each virtual block that is taken
   DEVICE u32* done() const { return (u32*)(base + 128); }  // blocks that take no further ticket
   DEVICE u32* epoch() const {
     return (u32*)(base + 256);
@@ -86,6 +87,9 @@ constexpr u32 INFO_AT = 4, WORD_AT = 8, TILES_AT = 16;
 // A route of a call that does not gather has four words: where codes and scales of its expert begin in FC2, in the
 // same units; its factor; its number.
 constexpr u32 ROUTE_SCALES = 4, ROUTE_FACTOR = 8, ROUTE_NUMBER = 12;
+// ONE_TOKEN: a unit of FC2, a route's block of columns, has where its codes and scales begin, its factor, and where its h
+// begins in a buffer, in bytes.
+constexpr u32 UNIT_SCALES = 4, UNIT_FACTOR = 8, UNIT_H = 12;
 
 // ---- shared memory, at the offsets that the host has computed
 struct Shared {
@@ -110,6 +114,7 @@ struct Shared {
   DEVICE u32 tickets() const { return base + TICKETS_AT; }    // of this block, 16 bits each
   // A call that does not gather.
   DEVICE u32 routes() const { return base + ROUTES_AT; }
+  DEVICE u32 unit(u32 unit) const { return base + UNITS_AT + 16 * unit; }
   DEVICE u32 slots() const { return base + (GATHER ? GROUPS_AT : SLOTS_AT); }  // or groups
   DEVICE u32* slot_words() const { return (u32*)(memory + SLOTS_AT); }
   DEVICE u32* masks() const { return (u32*)(memory + MASKS_AT); }  // routes of a slot, ROUTE_WORDS each
@@ -133,7 +138,8 @@ static_assert((GATHER ? NUMBERS_AT : ROUTES_AT) - ENTRIES_AT == ENTRIES * ENTRY_
               "the host has other bytes of entries");
 static_assert(!GATHER || GROUPS_AT - NUMBERS_AT == ROUTES * 2, "the host has other bytes of numbers");
 static_assert(!GATHER || HELD_AT - GROUPS_AT == MOST_GROUPS * 4, "the host has other bytes of groups");
-static_assert(GATHER || SLOTS_AT - ROUTES_AT == ROUTES * 16, "the host has other bytes of routes");
+static_assert(GATHER || UNITS_AT - ROUTES_AT == ROUTES * 16, "the host has other bytes of routes");
+static_assert(GATHER || SLOTS_AT - UNITS_AT == (ONE_TOKEN ? TOP_K * UNITS2 * 16 : 0), "the host has other bytes of units");
 static_assert(GATHER || MASKS_AT - SLOTS_AT == ROUTES * 4, "slots and masks are cleared as one");
 static_assert(GATHER || HIT_AT - MASKS_AT == ROUTES * ROUTE_WORDS * 4, "the host has other bytes of masks");
 static_assert(BARRIERS_AT % 8 == 0 && ENTRIES_AT % 16 == 0 && ROUTES_AT % 16 == 0, "words of 16 bytes lie askew");

@@ -32,33 +32,41 @@ DEVICE float scale2_of(const Layer& layer, int expert) {
   return layer.alpha2[expert] * layer.input2[expert * layer.step2];
 }
 
-// ---- a call that does not gather: warp w reads the routes of token w, a route a lane
+// ---- a call that does not gather: a warp reads a token's routes, a route a lane. Warp w reads token w's; those of
+// ONE_TOKEN are read by a warp that adds.
 struct TokenRoutes {
+  int token;
   int expert = -1;    // of this lane's route, if it is local
   int slot = 0;       // place of the route among all; after `number_slots` the number of its expert among those hit
   u32 factor_at = 0;  // where its factor goes
   float factor = 0;
 
+  DEVICE explicit TokenRoutes(const Block& b) : token(ONE_TOKEN ? b.warp - WARPS - 1 : b.warp) {}
+
   DEVICE void read(const Block& b) {
-    if (b.warp >= b.call.tokens) return;
-    const int route = b.warp * TOP_K + b.lane;
+    if ((u32)token >= (u32)b.call.tokens) return;
+    const int route = token * TOP_K + b.lane;
     float weight = 0;
-    if (FROM_LOGITS) choose_routes(b, b.warp);
+    if (FROM_LOGITS) choose_routes(b, token);
     if (b.lane < TOP_K) {
       expert = expert_of(b, route);
       weight = weight_of(b, route);
     }
     const u32 local = __ballot_sync(~0u, expert >= 0);
-    slot = b.warp * TOP_K + __popc(local & ((1u << b.lane) - 1));
+    slot = token * TOP_K + __popc(local & ((1u << b.lane) - 1));
     if (expert >= 0) {
       factor = weight;
       if (GROUP == 16) factor *= scale2_of(b.layer, expert);
       const u32 at = b.shared.routes() + slot * 16;
+      const u32 codes = expert * (EXPERT_CODES2 / 16), scales = expert * (EXPERT_SCALES2 / 2);
       factor_at = at + ROUTE_FACTOR;
-      store_shared_16(at, (u32)(expert * (EXPERT_CODES2 / 16)), (u32)(expert * (EXPERT_SCALES2 / 2)), 0, route);
+      store_shared_16(at, make_uint4(codes, scales, 0, route));
+      for (int i = 0; ONE_TOKEN && i < UNITS2; i++)
+        store_shared_16(b.shared.unit(slot * UNITS2 + i),
+                        make_uint4(codes + i * CODE_BITS, scales + i * BLOCK_SCALES, 0, (route * BLOCKS2 + i) * 256));
       if (MAX_TOKENS > 1) atomicOr(&b.shared.hit()[expert >> 5], 1u << (expert & 31));
     }
-    if (b.lane == 0) b.shared.valid()[b.warp] = __popc(local);
+    if (b.lane == 0) b.shared.valid()[token] = __popc(local);
   }
   // Numbers the experts that are hit in ascending order, after a barrier. Returns how many there are.
   DEVICE int number_slots(const Block& b) {
@@ -73,14 +81,19 @@ struct TokenRoutes {
   }
   DEVICE void mark(const Block& b) const {
     if (expert < 0) return;
-    const int route = b.warp * TOP_K + b.lane;
-    atomicOr(b.shared.slot_words() + slot, Slot::make(expert, b.warp));
+    const int route = token * TOP_K + b.lane;
+    atomicOr(b.shared.slot_words() + slot, Slot::make(expert, token));
     atomicOr(&b.shared.masks()[slot * ROUTE_WORDS + (route >> 5)], 1u << (route & 31));
   }
   // It may be late: FC2 waits for it.
   DEVICE void store_factor(const Block& b) const {
-    if (factor_at) store_shared_float(factor_at, factor);
-    if (!ONE_TOKEN) return;
+    if (!ONE_TOKEN) {
+      if (factor_at) store_shared_float(factor_at, factor);
+      return;
+    }
+    if (token != 0) return;
+    for (int i = 0; expert >= 0 && i < UNITS2; i++)
+      store_shared_float(b.shared.unit(slot * UNITS2 + i) + UNIT_FACTOR, factor);
     __syncwarp();
     if (b.lane == 0) release_shared(b.shared.factors(), 1);
   }

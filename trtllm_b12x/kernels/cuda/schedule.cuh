@@ -1,19 +1,22 @@
 // Tickets and tasks: the warp that takes tickets, and the entries in which it tells the others of the block what to do.
 //
 // A launch has phases: FC1, FC2, and in a call that gathers SUM. FC1's tasks wait for nothing, FC2's for FC1's, SUM's
-// for FC2's. A ticket is the next number of a counter in the workspace.
+// for FC2's.
 //
-// In a call that does not gather a ticket is a virtual block v, as many as blocks. It stands for every task of FC1
-// whose number is v modulo `blocks`, and for as many of FC2, counted from the other end: the last virtual blocks have
-// the fewest tasks of FC1. A block works on FC1 for every ticket that it takes, and goes on to FC2 when no ticket is
-// left. It takes another one only when all its warps have given its tasks back: until then tickets are left to blocks
-// that are late. In a call that gathers a ticket is a task of FC1, then of FC2, then of SUM; one of the first `blocks`
-// tickets stands for several of FC1. A block takes tickets a few tasks ahead.
+// A call that does not gather has as many virtual blocks as blocks. Virtual block v stands for every task of FC1 whose
+// number is v modulo `blocks`, and for as many of FC2, counted from the other end: the last virtual blocks have the
+// fewest tasks of FC1. A block takes the virtual block of its own number, and goes on to FC2 when all are taken. Until
+// then it takes one that is left whenever all its warps have given its tasks back: those of blocks that are late. A
+// late block works on FC1 of its own virtual block in any case, since its weights are asked for before it is known
+// who has taken it; its products are the same bits.
+//
+// In a call that gathers a task is a ticket: the next number of a counter in the workspace, of FC1, then of FC2, then
+// of SUM; one of the first `blocks` tickets stands for several tasks of FC1. A block takes tickets a few tasks ahead.
 //
 // Why a launch ends. When a block begins FC2, all tasks of FC1 have been taken by blocks that run, and those compute
 // them without waiting for another block: so h becomes complete, FC2's tasks wait for nothing any more, and then nor do
-// SUM's. It does not matter how many blocks run at once or when they start: one block alone takes all tickets, and a
-// block that is late finds none. Two launches with workspaces of their own never wait for each other. A launch waits
+// SUM's. It does not matter how many blocks run at once or when they start: one block alone takes all that there is,
+// and a block that is late finds nothing left. Two launches with workspaces of their own never wait for each other. A launch waits
 // for the end of the one ahead before it reads the workspace.
 //
 // Entries. They are a ring with an mbarrier in each direction. Entry n % ENTRIES holds the block's task n from the
@@ -62,18 +65,22 @@ struct Tickets {
   const Block& b;
   // Lane 0's; `run` gives them to all lanes.
   u32 ticket = 0, epoch = 0, last_tokens = 0;
+  bool own = false;            // nobody has taken the virtual block of this block's number before
   int tasks1 = 0, tasks2 = 0;  // of FC1 and FC2
   Watch watch;
   u32 number = 0;  // of the block's task that is published next
 
   DEVICE explicit Tickets(const Block& block) : b(block) {}
 
-  // Takes the first ticket before it is known what tasks there are.
+  // Takes the block's first ticket, or virtual block, before it is known what tasks there are.
   DEVICE void begin() {
     const uint2 both = load_relaxed_8(b.workspace.epoch());
     epoch = both.x;
     last_tokens = both.y;
-    ticket = atomicAdd(b.workspace.ticket(), 1);
+    if (GATHER)
+      ticket = atomicAdd(b.workspace.ticket(), 1);
+    else
+      own = take_virtual(blockIdx.x);
   }
   DEVICE void set_tasks(int slots) {
     tasks1 = slots * TASKS1;
@@ -85,6 +92,22 @@ struct Tickets {
     if (b.lane == 0) ticket = atomicAdd(b.workspace.ticket(), 1);
     ticket = __shfl_sync(~0u, ticket, 0);
   }
+  // Returns whether nobody has taken it before. For one lane.
+  DEVICE bool take_virtual(u32 block) const {
+    const u32 bit = 1u << block % 32;
+    return !(atomicOr(b.workspace.taken() + block / 32, bit) & bit);
+  }
+  // Returns the first virtual block that is not taken; `blocks` if there is none.
+  DEVICE u32 first_left(u32 blocks) const {
+    const u32 from = b.lane * 32;
+    u32 left = 0;
+    if (from < blocks) left = ~load_relaxed(b.workspace.taken() + b.lane);
+    if (from < blocks && blocks - from < 32) left &= (1u << (blocks - from)) - 1;
+    const u32 lanes = __ballot_sync(~0u, left != 0);
+    if (lanes == 0) return blocks;
+    const int lane = __ffs(lanes) - 1;
+    return lane * 32 + __ffs(__shfl_sync(~0u, left, lane)) - 1;
+  }
   // Whether all warps have given back the block's first `count` tasks.
   DEVICE bool finished(u32 count) const {
     return !__any_sync(~0u, count && !barrier_test(b.shared.given_back(count - 1), parity_of(count - 1)));
@@ -94,20 +117,24 @@ struct Tickets {
     watch.trap_if_late(b);
   }
   DEVICE void virtual_blocks(u32 blocks) {
-    int taken = 0;
-    for (u32 next = 0; ticket < blocks;) {  // `next`: the first ticket that is left, as far as it is known
-      if (b.lane == 0) store_shared_u16(b.shared.tickets() + 2 * taken, (u16)ticket);
-      taken++;
-      publish(FC1, ticket, blocks, tasks1);
-      do {
+    int held = 0;
+    auto hold = [&](u32 block) {
+      if (b.lane == 0) store_shared_u16(b.shared.tickets() + 2 * held, (u16)block);
+      held++;
+    };
+    if (own) hold(blockIdx.x);
+    publish(FC1, blockIdx.x, blocks, tasks1);
+    for (u32 left; (left = first_left(blocks)) < blocks;) {
+      if (!finished(number)) {
         pause();
-        next = __shfl_sync(~0u, load_relaxed(b.workspace.ticket()), 0);
-      } while (next < blocks && !finished(number));
-      if (next >= blocks) break;
-      take();
+        continue;
+      }
+      if (!__any_sync(~0u, b.lane == 0 && take_virtual(left))) continue;
+      hold(left);
+      publish(FC1, left, blocks, tasks1);
     }
     __syncwarp();
-    for (int i = 0; i < taken; i++)
+    for (int i = 0; i < held; i++)
       publish(FC2, blocks - 1 - load_shared_u16(b.shared.tickets() + 2 * i), blocks, tasks2);
   }
   DEVICE void single_tasks(u32 blocks) {
@@ -131,6 +158,7 @@ struct Tickets {
     epoch = __shfl_sync(~0u, epoch, 0);
     last_tokens = __shfl_sync(~0u, last_tokens, 0);
     ticket = __shfl_sync(~0u, ticket, 0);
+    own = __any_sync(~0u, own);
     if (b.lane == 0) store_shared(b.shared.epoch(), epoch);
     __syncwarp();  // any lane may publish the first task
     const u32 blocks = gridDim.x;
@@ -145,7 +173,8 @@ struct Tickets {
       __threadfence();
       if (atomicAdd(b.workspace.done(), 1) == blocks - 1) {  // no block takes a ticket any more
         __threadfence();
-        *b.workspace.ticket() = 0;
+        for (int i = 0; i < (GATHER ? 1 : (MOST_BLOCKS + 31) / 32); i++)
+          (GATHER ? b.workspace.ticket() : b.workspace.taken())[i] = 0;
         *b.workspace.done() = 0;
         b.workspace.epoch()[0] = epoch + 1;
         b.workspace.epoch()[1] = b.call.tokens;
@@ -177,13 +206,15 @@ struct Tickets {
     if (kind == FC1) {
       const int slot = task / TASKS1, tiles = task % TASKS1;
       const Slot word = {load_shared(b.shared.slots() + slot * 4)};  // or group: the expert lies alike
-      for (int j = 0; j < TASK_TILES1; j++) store_tile1(to + TILES_AT + 16 * j, word.expert(), tiles * TASK_TILES1 + j);
+      for (int j = 0; j < TASK_TILES1; j++)
+        store_shared_16(to + TILES_AT + 16 * j, tile1(word.expert(), tiles * TASK_TILES1 + j));
       store_shared(to + INFO_AT, Info::make(slot, tiles));
       store_shared(to + WORD_AT, word.word);
     } else if (kind == FC2) {
       const int tiles = GATHER ? task % TASKS2 : task / b.call.tokens;
       const Group word = {GATHER ? load_shared(b.shared.slots() + task / TASKS2 * 4) : 0};
-      for (int j = 0; j < TASK_TILES2; j++) store_tile2(to + TILES_AT + 16 * j, word.expert(), tiles * TASK_TILES2 + j);
+      for (int j = 0; j < TASK_TILES2; j++)
+        store_shared_16(to + TILES_AT + 16 * j, tile2(word.expert(), tiles * TASK_TILES2 + j));
       store_shared(to + INFO_AT, Info::make(GATHER ? 0 : task % b.call.tokens, tiles));
       store_shared(to + WORD_AT, word.word);
     } else

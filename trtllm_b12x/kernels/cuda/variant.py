@@ -171,7 +171,7 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         ring = warps * chosen[-1] * (256 * bits + 16 * scales)
         sums = buffers * warps * min(tokens, _COLUMNS) * 64
         barriers = 8 * (2 * buffers + 1 + 2 * entries)
-        offsets = _shared_memory(g, tokens, ring, sums, barriers, entries * (16 + 16 * tiles))
+        offsets = _shared_memory(g, tokens, one, ring, sums, barriers, entries * (16 + 16 * tiles))
         if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or chosen in ((2, 2, 2, 4), choices[-1])):
             break
     else:
@@ -224,7 +224,7 @@ def _scoring(g: Geometry) -> dict[str, int | float]:
     }
 
 
-def _shared_memory(g: Geometry, tokens: int, ring: int, sums: int, barriers: int, entries: int) -> dict[str, int]:
+def _shared_memory(g: Geometry, tokens: int, one: bool, ring: int, sums: int, barriers: int, entries: int) -> dict[str, int]:
     """Return where what a block has in shared memory lies, and all its bytes; ``Shared`` of ``records.cuh`` says what it is."""
     routes = tokens * g.top_k
     parts = {
@@ -238,6 +238,7 @@ def _shared_memory(g: Geometry, tokens: int, ring: int, sums: int, barriers: int
     gathering = {"NUMBERS_AT": 2 * routes, "GROUPS_AT": 4 * min(routes, g.num_experts + routes // 8), "HELD_AT": 4 * tokens}
     apart = {
         "ROUTES_AT": 16 * routes,
+        "UNITS_AT": 16 * routes * -(-g.intermediate_size // 128) * one,
         "SLOTS_AT": 4 * routes,
         "MASKS_AT": 4 * routes * -(-routes // 32),
         "HIT_AT": 4 * -(-g.num_experts // 32) + 64,

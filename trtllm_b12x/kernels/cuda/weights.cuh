@@ -16,18 +16,18 @@ DEVICE u32 scale_tile(int row, int tile) {
   return ((row >> 7) * tiles + tile) * 512 + (row & 31) * 16 + (row >> 5 & 3) * 4;
 }
 
-// Writes where a tile begins, as the entry of a task has it; see TILES_AT.
-DEVICE void store_tile1(u32 at, u32 expert, int tile) {
+// Where a tile begins, as the entry of a task has it; see TILES_AT.
+DEVICE uint4 tile1(u32 expert, int tile) {
   const int row = piece_row<PIECES1>(tile, 0), up = row * PAIR + UP_ROW, gate = row * PAIR + GATE_ROW;
   const u32 up_scales = TILED_SCALES ? scale_tile<SCALE_TILES1>(up, 0) : up * SCALE_PITCH1;
   const u32 gate_scales = TILED_SCALES ? scale_tile<SCALE_TILES1>(gate, 0) : gate * SCALE_PITCH1;
   const u32 codes = expert * (u32)(EXPERT_CODES1 / 16) + row * PAIR * (CODE_PITCH1 / 16);
   const u32 scales = expert * (u32)(EXPERT_SCALES1 / 2);
-  store_shared_16(at, codes, scales + up_scales / 2, scales + gate_scales / 2, row);
+  return make_uint4(codes, scales + up_scales / 2, scales + gate_scales / 2, row);
 }
-DEVICE void store_tile2(u32 at, u32 expert, int tile) {
+DEVICE uint4 tile2(u32 expert, int tile) {
   const int row = piece_row<PIECES2>(tile, 0);
   const u32 codes = expert * (u32)(EXPERT_CODES2 / 16) + row * (CODE_PITCH2 / 16);
   const u32 scales = (TILED_SCALES ? scale_tile<SCALE_TILES2>(row, 0) : row * SCALE_PITCH2) / 2;
-  store_shared_16(at, codes, expert * (u32)(EXPERT_SCALES2 / 2) + scales, 0, row);
+  return make_uint4(codes, expert * (u32)(EXPERT_SCALES2 / 2) + scales, 0, row);
 }
