@@ -52,9 +52,9 @@ DEVICE void set_up(const Block& b) {
 
 // Brings scales of all experts to L2: behind the weights they would come late.
 DEVICE void prefetch_scales(const Block& b) {
-  if (GROUP != 16 || b.warp <= WARPS) return;
+  if (GROUP != 16 || b.warp <= WARPS + 1) return;
   auto fetch = [&](const float* from, int count) {
-    for (int i = (threadIdx.x - (WARPS + 1) * 32) * 32; i < count; i += ADDERS * 32 * 32) prefetch(from + i);
+    for (int i = (threadIdx.x - (WARPS + 2) * 32) * 32; i < count; i += (ADDERS - 1) * 32 * 32) prefetch(from + i);
   };
   fetch(b.layer.alpha1, EXPERTS);
   if (GATED) fetch(b.layer.halves1, 2 * EXPERTS);
@@ -112,10 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     Multiplier multiplier(block, inputs);
     multiplier.stages.begin();
-    if (!GATHER) {
-      multiplier.stages.learn(slots);
-      multiplier.stages.ask_first(slots);
-    }
+    if (!GATHER) multiplier.stages.learn(slots);
     routes.store_factor(block);
     multiplier.run();
   }

@@ -97,7 +97,7 @@ struct Stages {
   // Asks for the next stage if its task is published, or once it is. Returns whether it went on: by a
   // stage, or past a task of which this warp has none.
   DEVICE bool ask(bool wait) {
-    if (!GATHER && waiting >= STAGES1 && number < known) return false;
+    if (ONE_TOKEN && waiting >= STAGES1 && number < known) return false;
     if (!wait && !is_published(b, number)) return false;
     const u32 kind = wait ? kind_of(b, number) : load_shared(b.shared.entry(number));
     if (kind == END || kind == SUM) {
@@ -182,7 +182,7 @@ struct Stages {
       const uint4 from = load_shared_16(entry + TILES_AT + (GATHER ? 16 * (b.warp / SPLIT2) : 0));
       const u32 unit = b.warp + stage * WARPS;
       const u32 block = GATHER ? split2 + stage * SPLIT2 : unit % UNITS2 * (NARROW ? 2 : 1);
-      u32 codes_at = from.x, scales_at = from.y;
+      u32 codes_at = from.x, scales_at = from.y, codes_in = codes2, scales_in = scales2;
       if (ONE_TOKEN) {
         codes_at += load_shared(b.shared.unit(unit));
         scales_at += load_shared(b.shared.unit(unit) + UNIT_SCALES);
@@ -192,10 +192,10 @@ struct Stages {
           codes_at += load_shared(route);
           scales_at += load_shared(route + ROUTE_SCALES);
         }
-        codes_at += block * CODE_BITS;
-        scales_at += block * BLOCK_SCALES;
+        codes_in += block * (16 * CODE_BITS);
+        scales_in += block * (2 * BLOCK_SCALES);
       }
-      const u8* codes = b.layer.w2 + ((u64)codes_at << 4) + codes2;
+      const u8* codes = b.layer.w2 + ((u64)codes_at << 4) + codes_in;
       UNROLL
       for (int n = 0; n < 2 * HALVES2 * LOADS; n++) {
         const int i = n % LOADS, piece = n / LOADS;
@@ -214,7 +214,7 @@ struct Stages {
       if ((LANES2 == 32 || b.lane < LANES2) && group && row)
         copy_scales<TILED_SCALES ? BYTES2 : ROW_SCALES>(
             to + HALVES2 * HALF_CODES + b.lane * BYTES2,
-            b.layer.s2 + ((u64)scales_at << 1) + scales2,
+            b.layer.s2 + ((u64)scales_at << 1) + scales_in,
             SCALE_PITCH2 - (int)(block + (NARROW ? b.lane >> 3 : 0)) * ROW_SCALES);
     }
     return ++stage >= units;
