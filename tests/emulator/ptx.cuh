@@ -14,6 +14,9 @@
 #define __restrict__
 
 // ---- builtins
+struct float2 {
+  float x, y;
+};
 struct uint2 {
   u32 x, y;
 };

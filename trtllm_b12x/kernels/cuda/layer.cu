@@ -31,30 +31,45 @@
 #include "schedule.cuh"
 #include "sums.cuh"
 
+// Stores zeros to `words` words from `at` on.
+template <int words>
+DEVICE void clear(u32 at) {
+  ROLLED
+  for (int i = threadIdx.x; i < words; i += THREADS) {
+    store_shared(at + 4 * i, 0);
+    if (words <= THREADS) break;
+  }
+}
 // Makes barriers, counts and entries ready. Nothing of the launch ahead is read.
 DEVICE void set_up(const Block& b) {
-  const int tid = threadIdx.x;
   const Shared& shared = b.shared;
   // The lanes of a warp take turns at mbarriers, 35 ns each on an H100: so a lane of every warp.
-  for (int i = b.warp; i < Shared::BARRIERS && b.lane == 0; i += THREADS / 32)
-    barrier_init(shared.barrier(i), Shared::arrivals(i));
-  if (tid == 0) store_shared(shared.factors(), 0);
+  const int warp = __shfl_sync(~0u, b.warp, 0);
+  ROLLED
+  for (int i = warp; i < Shared::BARRIERS; i += THREADS / 32)
+    if (b.lane == 0) barrier_init(shared.barrier(i), Shared::arrivals(i));
+  if (threadIdx.x == 0) store_shared(shared.factors(), 0);
   if (GATHER) {
-    for (int i = tid; i < MAX_TOKENS; i += THREADS) store_shared(shared.held() + 4 * i, 0);
+    clear<MAX_TOKENS>(shared.held());
     clear_counts(b);
   } else {
-    for (int i = tid; i < ROUTES * (1 + ROUTE_WORDS); i += THREADS)
-      store_shared(shared.slots() + 4 * i, 0);  // and masks
-    for (int i = tid; i < EXPERT_WORDS; i += THREADS) shared.hit()[i] = 0;
+    clear<ROUTES*(1 + ROUTE_WORDS) + EXPERT_WORDS>(shared.slots());  // and masks, and bits of experts
   }
   __syncthreads();
 }
 
-// Brings scales of all experts to L2: behind the weights they would come late.
-DEVICE void prefetch_scales(const Block& b) {
-  if (GROUP != 16 || b.warp <= WARPS + 1) return;
+// Brings scales of all experts to L2: behind the weights they would come late. What the launch ahead writes is asked
+// for only to have its addresses translated.
+DEVICE void prefetch_inputs(const Block& b) {
+  const int lane = threadIdx.x - (WARPS + 1) * 32;
+  if (lane == -32) prefetch(b.call.workspace);
+  if (lane == 0) prefetch(b.call.router_weights);
+  if (threadIdx.x == 0) prefetch(b.call.ids);
+  if (threadIdx.x == 32) prefetch(b.call.x);
+  if (GROUP != 16 || lane < 32) return;
   auto fetch = [&](const float* from, int count) {
-    for (int i = (threadIdx.x - (WARPS + 2) * 32) * 32; i < count; i += (ADDERS - 1) * 32 * 32) prefetch(from + i);
+    ROLLED
+    for (int i = (lane - 32) * 32; i < count; i += (ADDERS - 1) * 32 * 32) prefetch(from + i);
   };
   fetch(b.layer.alpha1, EXPERTS);
   if (GATED) fetch(b.layer.halves1, 2 * EXPERTS);
@@ -72,8 +87,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Inputs inputs(block);
   OneToken one(block);
   Tickets tickets(block);
-  if (ONE_TOKEN && warp < WARPS) one.stages.begin();
-  prefetch_scales(block);
+  if (ONE_TOKEN && warp < WARPS) {
+    one.stages.begin();
+    one.stages.prepare_first();
+  }
+  prefetch_inputs(block);
   wait_for_launch_ahead();
   let_next_launch_begin();
 

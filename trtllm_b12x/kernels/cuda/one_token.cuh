@@ -69,9 +69,9 @@ struct OneToken {
   }
 
   // ---- products
-  // Adds to first and second the products of rows g and g + 8 with this lane's two columns.
+  // Returns the products of rows g and g + 8 with this lane's two columns, added up.
   template <bool float16>
-  DEVICE void multiply_rows(const Rows* rows, const u32* x, float& first, float& second) const {
+  DEVICE float2 multiply_rows(const Rows* rows, const u32* x) const {
     float sums[2][4] = {};
     const uint4 &p = rows[0].codes[0], &q = rows[1].codes[0];
     UNROLL
@@ -90,8 +90,8 @@ struct OneToken {
     float scales[4];
     scales_of(GROUP == 16 ? bytes & 0xffff : rows[0].scales, scales[0], scales[1]);
     scales_of(GROUP == 16 ? bytes >> 16 : rows[1].scales, scales[2], scales[3]);
-    first += scales[0] * (half ? sums[1][0] : sums[0][0]) + scales[1] * (half ? sums[1][1] : sums[0][1]);
-    second += scales[2] * (half ? sums[1][2] : sums[0][2]) + scales[3] * (half ? sums[1][3] : sums[0][3]);
+    return {scales[0] * (half ? sums[1][0] : sums[0][0]) + scales[1] * (half ? sums[1][1] : sums[0][1]),
+            scales[2] * (half ? sums[1][2] : sums[0][2]) + scales[3] * (half ? sums[1][3] : sums[0][3])};
   }
   // Adds up over the lanes of a row. An even t gets the sum of row g, an odd one of row g + 8.
   DEVICE float over_slices(float first, float second) const {
@@ -136,12 +136,16 @@ struct OneToken {
     for (int i = 0; i < BLOCKS_A_WARP; i++) {
       if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
       Rows read[HALVES1][2];
-      stages.open();
+      stages.take<FC1>([&] {
+        UNROLL
+        for (int half = 0; half < HALVES1; half++) stages.read1_half(read[half], half, stages.split1 + i * SPLIT1);
+      });
       UNROLL
-      for (int half = 0; half < HALVES1; half++) stages.read1_half(read[half], half, stages.split1 + i * SPLIT1);
-      stages.close<FC1>();
-      UNROLL
-      for (int half = 0; half < HALVES1; half++) multiply_rows<FLOAT16>(read[half], x[i], rows[half][0], rows[half][1]);
+      for (int half = 0; half < HALVES1; half++) {
+        const float2 products = multiply_rows<FLOAT16>(read[half], x[i]);
+        rows[half][0] = i ? rows[half][0] + products.x : products.x;
+        rows[half][1] = i ? rows[half][1] + products.y : products.y;
+      }
     }
     hand_over<HALVES1>(rows);
     end_task();
@@ -153,16 +157,17 @@ struct OneToken {
     if (!has_x || i >= own2) return false;
     return FULL2 || (b.warp + i * WARPS) % UNITS2 * 128 + column() < INTERMEDIATE;
   }
-  // Bytes from the beginning of a buffer of h; ~0: this lane has no columns of the unit.
+  // Bytes from the beginning of both buffers of h; ~0: this lane has no columns of the unit.
   DEVICE u32 place_of_h(int i) const {
     if (!has_h(i)) return ~0u;
-    return load_shared(b.shared.unit(b.warp + i * WARPS) + UNIT_H) + (g >> 2) * 128 + t * 16;
+    const u32 buffer = (load_shared(b.shared.epoch()) & 1) * (u32)H_BUFFER;
+    return buffer + load_shared(b.shared.unit(b.warp + i * WARPS) + UNIT_H) + (g >> 2) * 128 + t * 16;
   }
   DEVICE void load_h(u32 place, u32* to) const {
     UNROLL
     for (int j = 0; j < 8; j++) to[j] = 0;
     if (place == ~0u) return;
-    const u8* from = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + place;
+    const u8* from = b.workspace.h() + place;
     const uint4 p = load_relaxed_16(from), q = load_relaxed_16(from + 64);
     to[0] = p.x, to[1] = p.y, to[2] = p.z, to[3] = p.w;
     to[4] = q.x, to[5] = q.y, to[6] = q.z, to[7] = q.w;
@@ -178,32 +183,47 @@ struct OneToken {
     }
     __syncwarp();
   }
+  // Moves h of all units a place on, and that of the first to the last.
+  DEVICE void turn_h() {
+    const u32 at = h_at[0];
+    UNROLL
+    for (int i = 0; i + 1 < HELD; i++) h_at[i] = h_at[i + 1];
+    h_at[HELD - 1] = at;
+    UNROLL
+    for (int j = 0; j < 8; j++) {
+      const u32 first = h[0][j];
+      UNROLL
+      for (int i = 0; i + 1 < HELD; i++) h[i][j] = h[i + 1][j];
+      h[HELD - 1][j] = first;
+    }
+  }
   DEVICE void fc2() {
     if (own2 == 0) stages.pass(number);
     float rows[1][2] = {};
     ROLLED
     for (int from = 0; from < own2; from += HELD) {
-      UNROLL
-      for (int j = 0; j < HELD; j++) {
+      ROLLED
+      for (int j = 0; j < HELD; j++) {  // h of unit i is in h[0]
         const int i = from + j;
-        if (i >= own2) break;
-        const u32 unit = b.warp + i * WARPS;
-        const float factor = load_shared_float(b.shared.unit(unit) + UNIT_FACTOR);
-        Rows read[2];
-        stages.open();
-        stages.read2_half(read, 0, unit % UNITS2);
-        stages.close<FC2>();
-        wait_for_h(h_at[j], h[j]);
-        float first = 0, second = 0;
-        multiply_rows<false>(read, h[j], first, second);
-        rows[0][0] += factor * first;
-        rows[0][1] += factor * second;
-        // h of the unit that is next in these registers; the next task has the same units.
-        const int next = i + HELD < own2 ? i + HELD : j;
-        if (MOST_UNITS > HELD && next != i) {
-          h_at[j] = place_of_h(next);
-          load_h(h_at[j], h[j]);
+        if (i < own2) {
+          const u32 unit = b.warp + i * WARPS;
+          Rows read[2];
+          stages.take<FC2>([&] { stages.read2_half(read, 0, unit % UNITS2); });
+          while (!acquire_shared(b.shared.factors())) {
+          }
+          const float factor = load_shared_float(b.shared.unit(unit) + UNIT_FACTOR);
+          wait_for_h(h_at[0], h[0]);
+          const float2 products = multiply_rows<false>(read, h[0]);
+          rows[0][0] += factor * products.x;
+          rows[0][1] += factor * products.y;
+          // h of the unit that is next in these registers; the next task has the same units.
+          const int next = i + HELD < own2 ? i + HELD : j;
+          if (MOST_UNITS > HELD && next != i) {
+            h_at[0] = place_of_h(next);
+            load_h(h_at[0], h[0]);
+          }
         }
+        turn_h();
       }
     }
     hand_over<1>(rows);
@@ -224,20 +244,22 @@ struct OneToken {
     });
   }
   DEVICE void run() {
-    if (FROM_LOGITS) stages.ask_first((int)b.shared.valid()[0]);
+    if (FROM_LOGITS) {
+      const int slots = b.shared.valid()[0];
+      stages.ask_first([&](int slot) {
+        return slot < slots ? (int)Slot{load_shared(b.shared.slots() + slot * 4)}.expert() : -1;
+      });
+    }
     UNROLL
     for (int i = 0; i < BLOCKS_A_WARP; i++) arrange(x[i]);
     kind_of(b, 0);  // behind it, routes are known
     stages.learn(b.shared.valid()[0]);
     own2 = stages.units;
-    if (stages.waiting == 0) stages.fill<Stages::FIRST_TASK>();
     UNROLL
     for (int i = 0; i < HELD; i++) h_at[i] = place_of_h(i);
     while (number < stages.known || kind_of(b, number) == FC1) fc1();
     UNROLL
     for (int i = 0; i < HELD; i++) load_h(h_at[i], h[i]);
-    while (!acquire_shared(b.shared.factors())) {
-    }
     while (kind_of(b, number) == FC2) fc2();
     if (b.lane == 0) barrier_arrive(b.shared.ended());
   }

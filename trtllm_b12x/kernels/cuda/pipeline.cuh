@@ -47,7 +47,9 @@ struct Stages {
   // This lane's bytes within a task's codes, and scales that it copies for the warp; the ring; where it reads scales of
   // piece 0.
   u32 codes1, codes2, scales1, scales2, read1, read2, ring;
-  int gate;  // 1 if this lane copies scales of gate
+  int gate;         // 1 if this lane copies scales of gate
+  u32 first_slot;  // of the block's first task
+  uint4 first;
 
   DEVICE explicit Stages(const Block& block)
       : b(block),
@@ -97,7 +99,6 @@ struct Stages {
   // Asks for the next stage if its task is published, or once it is. Returns whether it went on: by a
   // stage, or past a task of which this warp has none.
   DEVICE bool ask(bool wait) {
-    if (ONE_TOKEN && waiting >= STAGES1 && number < known) return false;
     if (!wait && !is_published(b, number)) return false;
     const u32 kind = wait ? kind_of(b, number) : load_shared(b.shared.entry(number));
     if (kind == END || kind == SUM) {
@@ -127,19 +128,26 @@ struct Stages {
       number++;
     }
   }
+  // The tile of the block's first task, but for its expert.
+  DEVICE void prepare_first() {
+    first_slot = blockIdx.x / TASKS1;
+    first = tile1(0, blockIdx.x % TASKS1 * TASK_TILES1 + part);
+    keep(first_slot), keep(first.x), keep(first.y), keep(first.z), keep(first.w);
+  }
   // Asks for the first stages of FC1, before their tasks are published: those of the block's own virtual block.
   // `expert_of(slot)`: the expert of a slot, -1 if there are not so many.
   template <class ExpertOf>
   DEVICE void ask_first(ExpertOf expert_of) {
     UNROLL
     for (int i = 0; i < STAGES1; i++) {
-      const int task = blockIdx.x + number * gridDim.x, expert = expert_of(task / TASKS1);
+      const int task = blockIdx.x + number * gridDim.x, expert = expert_of(i ? task / TASKS1 : first_slot);
       if (expert < 0) return;
-      asked<FC1>(HALVES1, copy1(ring + slot, tile1(expert, task % TASKS1 * TASK_TILES1 + part)));
+      uint4 from = i ? tile1(0, task % TASKS1 * TASK_TILES1 + part) : first;
+      from.x += expert * (u32)(EXPERT_CODES1 / 16);
+      from.y += expert * (u32)(EXPERT_SCALES1 / 2);
+      from.z += expert * (u32)(EXPERT_SCALES1 / 2);
+      asked<FC1>(HALVES1, copy1(ring + slot, from));
     }
-  }
-  DEVICE void ask_first(int slots) {
-    ask_first([&](int slot) { return slot < slots ? (int)Slot{load_shared(b.shared.slots() + slot * 4)}.expert() : -1; });
   }
   // Copies a stage of FC1 from a tile. Returns whether it is the task's last.
   DEVICE bool copy1(u32 to, const uint4& from) {
@@ -252,6 +260,38 @@ struct Stages {
   DEVICE void fill() {
     while (!ended && waiting < MOST_STAGES &&
            ask(waits_for == FIRST_TASK ? number == 0 : waits_for == ONE_STAGE && waiting == 0)) {
+    }
+  }
+  // ---- ONE_TOKEN: a phase at a time. FC2's weights are asked for when FC1's products are handed over: sooner, they would
+  // delay those of FC1 that other blocks wait for, and the products.
+  template <int phase>
+  DEVICE void fill_phase() {
+    ROLLED
+    while (waiting < (phase == FC1 ? STAGES1 : STAGES2) && is_published(b, number) &&
+           load_shared(b.shared.entry(number)) == phase) {
+      if (phase == FC1)
+        asked<FC1>(HALVES1, copy1(ring + slot, load_shared_16(b.shared.entry(number) + TILES_AT + 16 * part)));
+      else
+        asked<FC2>(HALVES2, copy2(ring + slot));
+    }
+  }
+  // Calls `read` when the oldest stage is there, and asks for others in its place.
+  template <int phase, class Read>
+  DEVICE void take(Read read) {
+    for (bool there = false; !there;) {
+      if (waiting == 0) {
+        kind_of(b, number);
+      } else {
+        wait_for_oldest<1>();
+        __syncwarp();
+        read();
+        __syncwarp();
+        waiting--;
+        used += (phase == FC1 ? HALVES1 : HALVES2) * HALF_BYTES;
+        if (used == RING_BYTES) used = 0;
+        there = true;
+      }
+      fill_phase<phase>();
     }
   }
   // A task of FC2 of which this warp has no unit: nothing of it is to be asked for.

@@ -140,7 +140,7 @@ static_assert(!GATHER || GROUPS_AT - NUMBERS_AT == ROUTES * 2, "the host has oth
 static_assert(!GATHER || HELD_AT - GROUPS_AT == MOST_GROUPS * 4, "the host has other bytes of groups");
 static_assert(GATHER || UNITS_AT - ROUTES_AT == ROUTES * 16, "the host has other bytes of routes");
 static_assert(GATHER || SLOTS_AT - UNITS_AT == (ONE_TOKEN ? TOP_K * UNITS2 * 16 : 0), "the host has other bytes of units");
-static_assert(GATHER || MASKS_AT - SLOTS_AT == ROUTES * 4, "slots and masks are cleared as one");
+static_assert(GATHER || MASKS_AT - SLOTS_AT == ROUTES * 4, "slots, masks and bits of experts are cleared as one");
 static_assert(GATHER || HIT_AT - MASKS_AT == ROUTES * ROUTE_WORDS * 4, "the host has other bytes of masks");
 static_assert(BARRIERS_AT % 8 == 0 && ENTRIES_AT % 16 == 0 && ROUTES_AT % 16 == 0, "words of 16 bytes lie askew");
 static_assert(SHARED_BYTES <= 99 * 1024, "a block of SM12x has at most 99 KB of shared memory");

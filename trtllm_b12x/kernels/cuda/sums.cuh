@@ -95,6 +95,7 @@ struct Adder {
     const int owner = CODE_BITS == 4 ? row >> 5 & 3 : row >> 4 & 3;
     u8* to = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + (row >> 7) * 256 + eight * 64 +
              owner * 16 + pair * 4;
+    const u32 first_routes = GATHER ? 0 : b.shared.masks()[slot * ROUTE_WORDS];
     if (part == 0) wait_full(buffer, parity);
     auto finish = [&](int route, float up, bool ours) {
       float gate = 0;
@@ -113,7 +114,7 @@ struct Adder {
       }
     } else {
       for (int word = 0; word < ROUTE_WORDS; word++)
-        for (u32 left = b.shared.masks()[slot * ROUTE_WORDS + word]; left; left &= left - 1) {
+        for (u32 left = word ? b.shared.masks()[slot * ROUTE_WORDS + word] : first_routes; left; left &= left - 1) {
           const int route = word * 32 + __ffs(left) - 1;
           finish(route, total(MAX_TOKENS == 1 ? 0 : route / TOP_K, SPLIT1, COLUMNS), b.lane < 16);
         }
