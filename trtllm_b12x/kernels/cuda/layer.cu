@@ -44,10 +44,12 @@ DEVICE void clear(u32 at) {
 DEVICE void set_up(const Block& b) {
   const Shared& shared = b.shared;
   // The lanes of a warp take turns at mbarriers, 35 ns each on an H100: so a lane of every warp.
-  const int warp = __shfl_sync(~0u, b.warp, 0);
-  ROLLED
-  for (int i = warp; i < Shared::BARRIERS; i += THREADS / 32)
-    if (b.lane == 0) barrier_init(shared.barrier(i), Shared::arrivals(i));
+  const int warp = __shfl_sync(~0u, b.warp, 0);  // in a uniform register
+  if (b.lane == 0) {
+    ROLLED
+    for (int i = warp; i < Shared::BARRIERS; i += THREADS / 32)
+      barrier_init(shared.barrier(i), Shared::arrivals(i));
+  }
   if (threadIdx.x == 0) store_shared(shared.factors(), 0);
   if (GATHER) {
     clear<MAX_TOKENS>(shared.held());

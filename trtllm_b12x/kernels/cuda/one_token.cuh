@@ -147,6 +147,7 @@ struct OneToken {
         rows[half][1] = i ? rows[half][1] + products.y : products.y;
       }
     }
+    stages.fill_phase<FC2>();  // behind the products: other blocks wait for those
     hand_over<HALVES1>(rows);
     end_task();
   }

@@ -262,12 +262,12 @@ struct Stages {
            ask(waits_for == FIRST_TASK ? number == 0 : waits_for == ONE_STAGE && waiting == 0)) {
     }
   }
-  // ---- ONE_TOKEN: a phase at a time. FC2's weights are asked for when FC1's products are handed over: sooner, they would
-  // delay those of FC1 that other blocks wait for, and the products.
+  // ---- ONE_TOKEN
+  // Asks for stages of a phase, if that of the next one is it.
   template <int phase>
   DEVICE void fill_phase() {
     ROLLED
-    while (waiting < (phase == FC1 ? STAGES1 : STAGES2) && is_published(b, number) &&
+    while ((phase == FC1 ? waiting < STAGES1 : halves_in_use() + HALVES2 <= RING_HALVES) && is_published(b, number) &&
            load_shared(b.shared.entry(number)) == phase) {
       if (phase == FC1)
         asked<FC1>(HALVES1, copy1(ring + slot, load_shared_16(b.shared.entry(number) + TILES_AT + 16 * part)));
@@ -275,7 +275,7 @@ struct Stages {
         asked<FC2>(HALVES2, copy2(ring + slot));
     }
   }
-  // Calls `read` when the oldest stage is there, and asks for others in its place.
+  // Calls `read` when the oldest stage is there, and asks for others of the phase in its place.
   template <int phase, class Read>
   DEVICE void take(Read read) {
     for (bool there = false; !there;) {
@@ -287,6 +287,7 @@ struct Stages {
         read();
         __syncwarp();
         waiting--;
+        if (HALVES1 != HALVES2 && phase == FC1) tall--;
         used += (phase == FC1 ? HALVES1 : HALVES2) * HALF_BYTES;
         if (used == RING_BYTES) used = 0;
         there = true;
