@@ -303,23 +303,20 @@ inline float from_f16(u16 v) { return emulator::of_f16(v); }
 inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   return emulator::fma_bf16((u16)a, (u16)b, (u16)c) | emulator::fma_bf16(a >> 16, b >> 16, c >> 16) << 16;
 }
-inline void from_e4m3x2(u32 pair, float& first, float& second) {
+inline u32 e4m3x2_to_f16x2(u32 pair) {
   auto value = [](u32 byte) {
     const u32 exponent = byte >> 3 & 15, mantissa = byte & 7;
     const float size = (byte & 127) == 127 ? __builtin_nanf("")
                        : exponent          ? __builtin_ldexpf(8.f + mantissa, (int)exponent - 10)
                                            : __builtin_ldexpf((float)mantissa, -9);
-    return byte & 128 ? -size : size;
+    return (u32)emulator::f16_of(byte & 128 ? -size : size);
   };
-  first = value(pair & 255), second = value(pair >> 8 & 255);
+  return value(pair & 255) | value(pair >> 8 & 255) << 16;
 }
+inline u32 to_bf16x2(float v) { return emulator::bf16_of(v) * 0x00010001u; }
 inline u32 mul_f16x2(u32 a, u32 b) {
   auto product = [](u16 x, u16 y) { return (u32)emulator::f16_of((double)emulator::of_f16(x) * emulator::of_f16(y)); };
   return product((u16)a, (u16)b) | product(a >> 16, b >> 16) << 16;
-}
-inline u32 add_f16x2(u32 a, u32 b) {
-  auto sum = [](u16 x, u16 y) { return (u32)emulator::f16_of((double)emulator::of_f16(x) + emulator::of_f16(y)); };
-  return sum((u16)a, (u16)b) | sum(a >> 16, b >> 16) << 16;
 }
 template <bool float16>
 inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, emulator::Line line = {}) {

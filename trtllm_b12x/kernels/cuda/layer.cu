@@ -1,14 +1,14 @@
 // A decode layer in one launch: FC1, activation, FC2 and the weighted sum over a token's routes, for 1 to MAX_TOKENS
 // (at most 64) tokens. It needs what a block of SM12x has: 99 KB of shared memory, mma.sync, cp.async, mbarriers.
 //
-//   tasks, in the order of tickets       few tokens              more: GATHER, by groups of up to 8 routes of an expert
+//   tasks, in the order of their phases  few tokens              more: GATHER, by groups of up to 8 routes of an expert
 //     FC1                                expert hit x tiles      group x tiles
 //     FC2                                tile x token            group x tiles
 //     sum                                (part of FC2)           token
 //   A tile of FC1 is HALVES1 * 8 columns of the intermediate size (16 without a gate) of each of PARTS1 parts. A tile
 //   of FC2 is HALVES2 * 16 columns of the output (8 if NARROW); in GATHER of each of PARTS2 parts.
 //
-//   Warps 0 to WARPS - 1 of a block copy, decode and multiply. One warp takes tickets and publishes tasks. ADDERS warps
+//   Warps 0 to WARPS - 1 of a block copy, decode and multiply. One warp takes tasks and publishes them. ADDERS warps
 //   add and write.
 //
 //   file             what it is
@@ -19,7 +19,7 @@
 //     weights.cuh    where a tile's rows lie
 //     scoring.cuh    logits to ids and router weights
 //     routing.cuh    ids to slots or groups
-//     schedule.cuh   tickets and entries: the protocol, and why every launch ends
+//     schedule.cuh   virtual blocks, tickets, entries: the protocol, and why every launch ends
 //     pipeline.cuh   a warp's stages of weights
 //     inputs.cuh     x and h in registers
 //     products.cuh   the warps that multiply
@@ -47,15 +47,14 @@ DEVICE void set_up(const Block& b) {
   const int warp = __shfl_sync(~0u, b.warp, 0);  // in a uniform register
   if (b.lane == 0) {
     ROLLED
-    for (int i = warp; i < Shared::BARRIERS; i += THREADS / 32)
-      barrier_init(shared.barrier(i), Shared::arrivals(i));
+    for (int i = warp; i < Shared::BARRIERS; i += THREADS / 32) barrier_init(shared.barrier(i), Shared::arrivals(i));
   }
   if (threadIdx.x == 0) store_shared(shared.factors(), 0);
   if (GATHER) {
     clear<MAX_TOKENS>(shared.held());
     clear_counts(b);
   } else {
-    clear<ROUTES*(1 + ROUTE_WORDS) + EXPERT_WORDS>(shared.slots());  // and masks, and bits of experts
+    clear<ROUTES * (1 + ROUTE_WORDS) + EXPERT_WORDS>(shared.slots());  // and masks, and bits of experts
   }
   __syncthreads();
 }
@@ -88,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   set_up(block);
   Inputs inputs(block);
   OneToken one(block);
-  Tickets tickets(block);
+  TaskTaker taker(block);
   if (ONE_TOKEN && warp < WARPS) {
     one.stages.begin();
     one.stages.prepare_first();
@@ -97,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_launch_ahead();
   let_next_launch_begin();
 
-  if (threadIdx.x == WARPS * 32) tickets.begin();
+  if (threadIdx.x == WARPS * 32) taker.begin();
   if (ONE_TOKEN && warp < WARPS) {  // before anything else is known
     one.begin();
   } else if (!GATHER && warp < WARPS) {
@@ -122,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (MAX_TOKENS == 1) slots = block.shared.valid()[0];
 
   if (warp == WARPS) {
-    tickets.set_tasks(slots);
-    tickets.run();
+    taker.set_tasks(slots);
+    taker.run();
   } else if (warp > WARPS) {
     if (ONE_TOKEN) routes.store_factor(block);
     Adder(block).run();
@@ -132,7 +131,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     Multiplier multiplier(block, inputs);
     multiplier.stages.begin();
-    if (!GATHER) multiplier.stages.learn(slots);
     routes.store_factor(block);
     multiplier.run();
   }

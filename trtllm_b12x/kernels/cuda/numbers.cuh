@@ -24,17 +24,22 @@ struct Scale {
 };
 constexpr u32 MINUS_ZEROS = 0x80008000u;
 
-// E4M3. Its bits, four places up in bfloat16, are the value times 2^-120 (0x7b80 is 2^120); then times 2^118 (0x7a80).
-// Scales are positive and finite: a set sign bit, or NaN, is not decoded as such.
-DEVICE Scale nvfp4_scale(u32 byte) {
-  const u32 pair = fma_bf16x2(byte * 0x00100010u, 0x7b807b80u, MINUS_ZEROS);
-  return {fma_bf16x2(pair, 0x7a807a80u, MINUS_ZEROS), MINUS_ZEROS};
+// Two E4M3 in float32.
+DEVICE void from_e4m3x2(u32 bytes, float& first, float& second) {
+  const u32 halves = e4m3x2_to_f16x2(bytes);
+  first = from_f16((u16)halves);
+  second = from_f16((u16)(halves >> 16));
 }
-// E4M3's bits in float16's lowest exponents are the value times 2^-8. Times 2^13 and doubled they are the value times
-// 2^6: FP4's codes there are 2^-14 times as large, and shall be 2^-8.
-DEVICE Scale nvfp4_scale_f16(u32 byte) {
-  const u32 pair = mul_f16x2(byte * 0x00800080u, 0x70007000u);
-  return {add_f16x2(pair, pair), 0};
+// The first or the second of two E4M3.
+DEVICE Scale nvfp4_scale(u32 bytes, bool second) {
+  float scales[2];
+  from_e4m3x2(bytes, scales[0], scales[1]);
+  return {to_bf16x2((second ? scales[1] : scales[0]) * 0x1p118f), MINUS_ZEROS};
+}
+// In float16 FP4's codes are 2^-14 times as large, and shall be 2^-8: the scale is 64 (0x5400) times as large.
+DEVICE Scale nvfp4_scale_f16(u32 bytes, bool second) {
+  const u32 halves = e4m3x2_to_f16x2(bytes);
+  return {mul_f16x2(__byte_perm(halves, halves, second ? 0x3232 : 0x1010), 0x54005400u), 0};
 }
 // E8M0. 255 is NaN, and 0 is 2^-127: a subnormal.
 DEVICE Scale mx_scale(u32 byte) {
@@ -109,8 +114,9 @@ DEVICE void decode_part(const Rows& rows, int i, u32* pairs) {
   const uint4& codes = rows.codes[LOADS == 2 ? i >> 1 : 0];
   if (CODE_BITS == 4) {
     const u32 word = i == 0 ? codes.x : i == 1 ? codes.y : i == 2 ? codes.z : codes.w;
-    const u32 byte = GROUP == 16 ? (i < 2 ? rows.scales & 255 : rows.scales >> 8) : rows.scales;
-    const Scale scale = GROUP == 32 ? mx_scale(byte) : float16 ? nvfp4_scale_f16(byte) : nvfp4_scale(byte);
+    const Scale scale = GROUP == 32 ? mx_scale(rows.scales)
+                        : float16   ? nvfp4_scale_f16(rows.scales, i > 1)
+                                    : nvfp4_scale(rows.scales, i > 1);
     if (float16)
       decode4_f16(word, scale, pairs);
     else
@@ -148,14 +154,10 @@ DEVICE void to_pairs(u32* x) {
     x[i + 3] = __byte_perm(c, d, 0x7632);
   }
 }
-// 32 columns of x in FP4, as the host has quantized it. A scale of E4M3's NaN makes NaN.
+// 32 columns of x in FP4, as the host has quantized it.
 DEVICE void to_pairs(const Rows& rows, u32* x) {
   UNROLL
-  for (int i = 0; i < 4; i++) {
-    decode_part<FLOAT16>(rows, i, x + 4 * i);
-    if ((rows.scales >> (i < 2 ? 0 : 8) & 127) == 127)
-      x[4 * i] = x[4 * i + 1] = x[4 * i + 2] = x[4 * i + 3] = 0x7fff7fff;
-  }
+  for (int i = 0; i < 4; i++) decode_part<FLOAT16>(rows, i, x + 4 * i);
 }
 
 DEVICE u16 to_output(float v) { return FLOAT16 ? to_f16(v) : to_bf16(v); }

@@ -38,12 +38,13 @@ def version() -> str:
 
 
 def compiled(name: str, files: Mapping[str, str], target: str) -> tuple[bytes, str]:
-    """Compile for ``"sm_120a"`` to a cubin, for ``"compute_120a"`` to PTX. Return it, and the log with registers and spills.
+    """Compile for ``"sm_120a"`` to a cubin, for ``"compute_120a"`` to PTX. Return it, and the log with registers and spills. It has
+    line numbers, for a profiler.
 
     ``files`` has the source ``name`` and what it includes, by name. Raise CompileError, see there.
     """
     lib, program = library(), ctypes.c_void_p()
-    options = [f"--gpu-architecture={target}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
+    options = [f"--gpu-architecture={target}", "--std=c++17", "-default-device", "--ptxas-options=-v", "-lineinfo"]
     headers = {other: text for other, text in files.items() if other != name}
     texts, names = (_strings(strings) for strings in (headers.values(), headers))
     lib.nvrtcCreateProgram(ctypes.byref(program), files[name].encode(), name.encode(), len(headers), texts, names)

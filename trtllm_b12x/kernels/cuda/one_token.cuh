@@ -55,12 +55,9 @@ struct OneToken {
   DEVICE void arrange(u32* x) const {
     if (NVFP4 && b.call.x_sf) {
       const u32 byte = x[2], second = x[1];
-      const Scale scale = FLOAT16 ? nvfp4_scale_f16(byte) : nvfp4_scale(byte);
+      const Scale scale = FLOAT16 ? nvfp4_scale_f16(byte, false) : nvfp4_scale(byte, false);
       FLOAT16 ? decode4_f16(x[0], scale, x) : decode4(x[0], scale, x);
       FLOAT16 ? decode4_f16(second, scale, x + 4) : decode4(second, scale, x + 4);
-      UNROLL
-      for (int j = 0; j < 8; j++)
-        if ((byte & 127) == 127) x[j] = 0x7fff7fff;
     } else
       to_pairs<8>(x);
     if (RAW_X) return;
@@ -247,9 +244,8 @@ struct OneToken {
   DEVICE void run() {
     if (FROM_LOGITS) {
       const int slots = b.shared.valid()[0];
-      stages.ask_first([&](int slot) {
-        return slot < slots ? (int)Slot{load_shared(b.shared.slots() + slot * 4)}.expert() : -1;
-      });
+      stages.ask_first(
+          [&](int slot) { return slot < slots ? (int)Slot{load_shared(b.shared.slots() + slot * 4)}.expert() : -1; });
     }
     UNROLL
     for (int i = 0; i < BLOCKS_A_WARP; i++) arrange(x[i]);

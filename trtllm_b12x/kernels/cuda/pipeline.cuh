@@ -41,15 +41,16 @@ struct Stages {
   // What is asked for next: number of the task; stage of the task, of so many; tile of the task.
   u32 number = 0;
   int stage = 0, units = 0, tile = 0;
-  u32 known = 0;           // the block's tasks before this one are FC1's
   u32 slot = 0, used = 0;  // bytes in the ring: where that stage goes, and the one that is used next
   bool ended = false;      // nothing more is to be asked for
   // This lane's bytes within a task's codes, and scales that it copies for the warp; the ring; where it reads scales of
   // piece 0.
   u32 codes1, codes2, scales1, scales2, read1, read2, ring;
-  int gate;         // 1 if this lane copies scales of gate
-  u32 first_slot;  // of the block's first task
+  int gate;  // 1 if this lane copies scales of gate
+  // ONE_TOKEN: slot and tile of the block's first task, but for its expert. Its tasks before `known` are FC1's.
+  u32 first_slot;
   uint4 first;
+  u32 known = 0;
 
   DEVICE explicit Stages(const Block& block)
       : b(block),
@@ -84,13 +85,6 @@ struct Stages {
     keep(codes1), keep(codes2), keep(scales1), keep(scales2), keep(read1), keep(read2), keep(ring);
   }
 
-  // Routes are known, and so are the first tasks of the block's own virtual block. Not as many as there are entries: the
-  // task behind them is waited for, and a parity tells only whether an entry has its first or its second task.
-  DEVICE void learn(int slots) {
-    const int tasks = slots * TASKS1 - blockIdx.x;
-    known = tasks <= 0 ? 0 : min(ENTRIES - 1, (tasks - 1) / (int)gridDim.x + 1);
-    if (ONE_TOKEN) units = units_of(0);
-  }
   // Units of FC2 that this warp has of a token.
   DEVICE int units_of(u32 token) const { return ((int)b.shared.valid()[token] * UNITS2 - b.warp + WARPS - 1) / WARPS; }
 
@@ -126,27 +120,6 @@ struct Stages {
     if (task_ends) {
       stage = tile = 0;
       number++;
-    }
-  }
-  // The tile of the block's first task, but for its expert.
-  DEVICE void prepare_first() {
-    first_slot = blockIdx.x / TASKS1;
-    first = tile1(0, blockIdx.x % TASKS1 * TASK_TILES1 + part);
-    keep(first_slot), keep(first.x), keep(first.y), keep(first.z), keep(first.w);
-  }
-  // Asks for the first stages of FC1, before their tasks are published: those of the block's own virtual block.
-  // `expert_of(slot)`: the expert of a slot, -1 if there are not so many.
-  template <class ExpertOf>
-  DEVICE void ask_first(ExpertOf expert_of) {
-    UNROLL
-    for (int i = 0; i < STAGES1; i++) {
-      const int task = blockIdx.x + number * gridDim.x, expert = expert_of(i ? task / TASKS1 : first_slot);
-      if (expert < 0) return;
-      uint4 from = i ? tile1(0, task % TASKS1 * TASK_TILES1 + part) : first;
-      from.x += expert * (u32)(EXPERT_CODES1 / 16);
-      from.y += expert * (u32)(EXPERT_SCALES1 / 2);
-      from.z += expert * (u32)(EXPERT_SCALES1 / 2);
-      asked<FC1>(HALVES1, copy1(ring + slot, from));
     }
   }
   // Copies a stage of FC1 from a tile. Returns whether it is the task's last.
@@ -221,8 +194,7 @@ struct Stages {
       const bool row = EXACT2 || NARROW || (int)from.w + (TILED_SCALES ? 0 : (b.lane >> 3) * 8) < STORED_HIDDEN;
       if ((LANES2 == 32 || b.lane < LANES2) && group && row)
         copy_scales<TILED_SCALES ? BYTES2 : ROW_SCALES>(
-            to + HALVES2 * HALF_CODES + b.lane * BYTES2,
-            b.layer.s2 + ((u64)scales_at << 1) + scales_in,
+            to + HALVES2 * HALF_CODES + b.lane * BYTES2, b.layer.s2 + ((u64)scales_at << 1) + scales_in,
             SCALE_PITCH2 - (int)(block + (NARROW ? b.lane >> 3 : 0)) * ROW_SCALES);
     }
     return ++stage >= units;
@@ -262,8 +234,36 @@ struct Stages {
            ask(waits_for == FIRST_TASK ? number == 0 : waits_for == ONE_STAGE && waiting == 0)) {
     }
   }
-  // ---- ONE_TOKEN
-  // Asks for stages of a phase, if that of the next one is it.
+  // ---- ONE_TOKEN: one phase at a time, each in one place of the code
+  // The tile of the block's first task, but for its expert.
+  DEVICE void prepare_first() {
+    first_slot = blockIdx.x / TASKS1;
+    first = tile1(0, blockIdx.x % TASKS1 * TASK_TILES1 + part);
+    keep(first_slot), keep(first.x), keep(first.y), keep(first.z), keep(first.w);
+  }
+  // Asks for the first stages of FC1, before their tasks are published: those of the block's own virtual block.
+  // `expert_of(slot)`: the expert of a slot, -1 if there are not so many.
+  template <class ExpertOf>
+  DEVICE void ask_first(ExpertOf expert_of) {
+    UNROLL
+    for (int i = 0; i < STAGES1; i++) {
+      const int task = blockIdx.x + number * gridDim.x, expert = expert_of(i ? task / TASKS1 : first_slot);
+      if (expert < 0) return;
+      uint4 from = i ? tile1(0, task % TASKS1 * TASK_TILES1 + part) : first;
+      from.x += expert * (u32)(EXPERT_CODES1 / 16);
+      from.y += expert * (u32)(EXPERT_SCALES1 / 2);
+      from.z += expert * (u32)(EXPERT_SCALES1 / 2);
+      asked<FC1>(HALVES1, copy1(ring + slot, from));
+    }
+  }
+  // Routes are known, and so are the first tasks of the block's own virtual block. Not as many as there are entries:
+  // the task behind them is waited for, and a parity tells only whether an entry has its first or its second task.
+  DEVICE void learn(int slots) {
+    const int tasks = slots * TASKS1 - blockIdx.x;
+    known = tasks <= 0 ? 0 : min(ENTRIES - 1, (tasks - 1) / (int)gridDim.x + 1);
+    units = units_of(0);
+  }
+  // Asks for as many stages of a phase as there is room for, of tasks that are published.
   template <int phase>
   DEVICE void fill_phase() {
     ROLLED
@@ -275,7 +275,8 @@ struct Stages {
         asked<FC2>(HALVES2, copy2(ring + slot));
     }
   }
-  // Calls `read` when the oldest stage is there, and asks for others of the phase in its place.
+  // Calls `read` when the oldest stage is there, and asks for others of the phase in its place. None is on its way if
+  // its task was not published in time.
   template <int phase, class Read>
   DEVICE void take(Read read) {
     for (bool there = false; !there;) {

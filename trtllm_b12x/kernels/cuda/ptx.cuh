@@ -202,21 +202,21 @@ DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
-// Two E4M3 of the low 16 bits.
-DEVICE void from_e4m3x2(u32 pair, float& first, float& second) {
-  asm("{\n.reg .b16 p, a, b;\n.reg .b32 h;\ncvt.u16.u32 p, %2;\ncvt.rn.f16x2.e4m3x2 h, p;\nmov.b32 {a, b}, h;\n"
-      "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-      : "=f"(first), "=f"(second)
-      : "r"(pair));
+// Two E4M3 of the low 16 bits, in float16: exact.
+DEVICE u32 e4m3x2_to_f16x2(u32 pair) {
+  u32 r;
+  asm("{\n.reg .b16 p;\ncvt.u16.u32 p, %1;\ncvt.rn.f16x2.e4m3x2 %0, p;\n}" : "=r"(r) : "r"(pair));
+  return r;
+}
+// The same number in bfloat16, twice.
+DEVICE u32 to_bf16x2(float v) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(r) : "f"(v));
+  return r;
 }
 DEVICE u32 mul_f16x2(u32 a, u32 b) {
   u32 r;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-DEVICE u32 add_f16x2(u32 a, u32 b) {
-  u32 r;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 // c[0], c[1]: row g, columns 2t and 2t + 1 of a 16 x 8 product, for lane 4g + t; c[2], c[3]: row g + 8. It adds a (16 x

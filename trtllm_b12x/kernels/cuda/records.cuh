@@ -45,7 +45,7 @@ struct Workspace {
   u8* base;
   DEVICE u32* ticket() const { return (u32*)base; }        // GATHER: the next ticket
   DEVICE u32* taken() const { return (u32*)base; }         // else a bit for each virtual block that is taken
-  DEVICE u32* done() const { return (u32*)(base + 128); }  // blocks that take no further ticket
+  DEVICE u32* done() const { return (u32*)(base + 128); }  // blocks that take nothing more
   DEVICE u32* epoch() const {
     return (u32*)(base + 256);
   }  // number of the launch; behind it, tokens of the last launch
@@ -87,8 +87,8 @@ constexpr u32 INFO_AT = 4, WORD_AT = 8, TILES_AT = 16;
 // A route of a call that does not gather has four words: where codes and scales of its expert begin in FC2, in the
 // same units; its factor; its number.
 constexpr u32 ROUTE_SCALES = 4, ROUTE_FACTOR = 8, ROUTE_NUMBER = 12;
-// ONE_TOKEN: a unit of FC2, a route's block of columns, has where its codes and scales begin, its factor, and where its h
-// begins in a buffer, in bytes.
+// ONE_TOKEN: a unit of FC2, a route's block of columns, has where its codes and scales begin, its factor, and where its
+// h begins in a buffer, in bytes.
 constexpr u32 UNIT_SCALES = 4, UNIT_FACTOR = 8, UNIT_H = 12;
 
 // ---- shared memory, at the offsets that the host has computed
@@ -111,7 +111,7 @@ struct Shared {
   DEVICE u32 given_back(u32 number) const { return barrier(GIVEN_BACK + number % ENTRIES); }
   DEVICE u32 epoch() const { return base + EPOCH_AT; }
   DEVICE u32 factors() const { return base + EPOCH_AT + 4; }  // ONE_TOKEN: 1 once the routes' factors are there
-  DEVICE u32 tickets() const { return base + TICKETS_AT; }    // of this block, 16 bits each
+  DEVICE u32 taken() const { return base + TAKEN_AT; }        // virtual blocks that this block has, 16 bits each
   // A call that does not gather.
   DEVICE u32 routes() const { return base + ROUTES_AT; }
   DEVICE u32 unit(u32 unit) const { return base + UNITS_AT + 16 * unit; }
@@ -132,14 +132,15 @@ static_assert(STAGES_AT == 0, "the scratch that sorts routes begins where the st
 static_assert(SUMS_AT - STAGES_AT == WARPS * RING_BYTES, "the host has other bytes of stages");
 static_assert(BARRIERS_AT - SUMS_AT == BUFFERS * BUFFER_BYTES, "the host has other bytes of sums");
 static_assert(EPOCH_AT - BARRIERS_AT == Shared::BARRIERS * 8, "the host has other bytes of mbarriers");
-static_assert(TICKETS_AT - EPOCH_AT == 8 && ENTRIES_AT - TICKETS_AT >= 2 * MOST_BLOCKS,
-              "the host has other bytes of tickets");
+static_assert(TAKEN_AT - EPOCH_AT == 8 && ENTRIES_AT - TAKEN_AT >= 2 * MOST_BLOCKS,
+              "the host has other bytes of virtual blocks");
 static_assert((GATHER ? NUMBERS_AT : ROUTES_AT) - ENTRIES_AT == ENTRIES * ENTRY_BYTES,
               "the host has other bytes of entries");
 static_assert(!GATHER || GROUPS_AT - NUMBERS_AT == ROUTES * 2, "the host has other bytes of numbers");
 static_assert(!GATHER || HELD_AT - GROUPS_AT == MOST_GROUPS * 4, "the host has other bytes of groups");
 static_assert(GATHER || UNITS_AT - ROUTES_AT == ROUTES * 16, "the host has other bytes of routes");
-static_assert(GATHER || SLOTS_AT - UNITS_AT == (ONE_TOKEN ? TOP_K * UNITS2 * 16 : 0), "the host has other bytes of units");
+static_assert(GATHER || SLOTS_AT - UNITS_AT == (ONE_TOKEN ? TOP_K * UNITS2 * 16 : 0),
+              "the host has other bytes of units");
 static_assert(GATHER || MASKS_AT - SLOTS_AT == ROUTES * 4, "slots, masks and bits of experts are cleared as one");
 static_assert(GATHER || HIT_AT - MASKS_AT == ROUTES * ROUTE_WORDS * 4, "the host has other bytes of masks");
 static_assert(BARRIERS_AT % 8 == 0 && ENTRIES_AT % 16 == 0 && ROUTES_AT % 16 == 0, "words of 16 bytes lie askew");

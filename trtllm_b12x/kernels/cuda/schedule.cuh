@@ -1,4 +1,4 @@
-// Tickets and tasks: the warp that takes tickets, and the entries in which it tells the others of the block what to do.
+// Who computes which task: the warp that takes tasks, and the entries in which it tells the others of its block.
 //
 // A launch has phases: FC1, FC2, and in a call that gathers SUM. FC1's tasks wait for nothing, FC2's for FC1's, SUM's
 // for FC2's.
@@ -16,8 +16,8 @@
 // Why a launch ends. When a block begins FC2, all tasks of FC1 have been taken by blocks that run, and those compute
 // them without waiting for another block: so h becomes complete, FC2's tasks wait for nothing any more, and then nor do
 // SUM's. It does not matter how many blocks run at once or when they start: one block alone takes all that there is,
-// and a block that is late finds nothing left. Two launches with workspaces of their own never wait for each other. A launch waits
-// for the end of the one ahead before it reads the workspace.
+// and a block that is late finds nothing left. Two launches with workspaces of their own never wait for each other. A
+// launch waits for the end of the one ahead before it reads the workspace.
 //
 // Entries. They are a ring with an mbarrier in each direction. Entry n % ENTRIES holds the block's task n from the
 // arrival at `published` to those of all readers at `given_back`. A warp that multiplies reads an entry twice: when it
@@ -25,7 +25,7 @@
 // unit of a task moves its place for weights past it first. A warp that adds gives an entry back when it has read it.
 // So who waits for an entry waits for earlier tasks of its own block, and those never wait for it.
 //
-// Errors. The warp that takes tickets stays until the other warps of its block have ended. If they do not end within
+// Errors. The warp that takes tasks stays until the other warps of its block have ended. If they do not end within
 // SPIN_SECONDS, it writes the number of tokens to host memory and traps. So a launch ends even if a rule is wrong.
 #pragma once
 #include "weights.cuh"
@@ -61,7 +61,7 @@ DEVICE void give_back(const Block& b, u32 number) {
   if (b.lane == 0) barrier_arrive(b.shared.given_back(number));
 }
 
-struct Tickets {
+struct TaskTaker {
   const Block& b;
   // Lane 0's; `run` gives them to all lanes.
   u32 ticket = 0, epoch = 0, last_tokens = 0;
@@ -70,7 +70,7 @@ struct Tickets {
   Watch watch;
   u32 number = 0;  // of the block's task that is published next
 
-  DEVICE explicit Tickets(const Block& block) : b(block) {}
+  DEVICE explicit TaskTaker(const Block& block) : b(block) {}
 
   // Takes the block's first ticket, or virtual block, before it is known what tasks there are.
   DEVICE void begin() {
@@ -119,7 +119,7 @@ struct Tickets {
   DEVICE void virtual_blocks(u32 blocks) {
     int held = 0;
     auto hold = [&](u32 block) {
-      if (b.lane == 0) store_shared_u16(b.shared.tickets() + 2 * held, (u16)block);
+      if (b.lane == 0) store_shared_u16(b.shared.taken() + 2 * held, (u16)block);
       held++;
     };
     if (own) hold(blockIdx.x);
@@ -134,8 +134,7 @@ struct Tickets {
       publish(FC1, left, blocks, tasks1);
     }
     __syncwarp();
-    for (int i = 0; i < held; i++)
-      publish(FC2, blocks - 1 - load_shared_u16(b.shared.tickets() + 2 * i), blocks, tasks2);
+    for (int i = 0; i < held; i++) publish(FC2, blocks - 1 - load_shared_u16(b.shared.taken() + 2 * i), blocks, tasks2);
   }
   DEVICE void single_tasks(u32 blocks) {
     const u32 at_first = max(1, min(STAGES1, tasks1 / (int)blocks)), extra = (at_first - 1) * blocks;
@@ -171,7 +170,7 @@ struct Tickets {
       store_shared(b.shared.entry(number), END);
       barrier_arrive(b.shared.published(number));
       __threadfence();
-      if (atomicAdd(b.workspace.done(), 1) == blocks - 1) {  // no block takes a ticket any more
+      if (atomicAdd(b.workspace.done(), 1) == blocks - 1) {  // no block takes anything any more
         __threadfence();
         for (int i = 0; i < (GATHER ? 1 : (MOST_BLOCKS + 31) / 32); i++)
           (GATHER ? b.workspace.ticket() : b.workspace.taken())[i] = 0;

@@ -35,7 +35,7 @@ _WARPS = 20
 _TASKS = 120
 """Minimum number of FC2's tasks, so that every multiprocessor of a large card has one."""
 MOST_BLOCKS = 256
-"""Maximum number of blocks of a launch: a block has room for so many tickets."""
+"""Maximum number of blocks of a launch: a block has room for so many virtual blocks."""
 _MAX_TOP_K = 32
 _MAX_SCORED = 512
 """Experts whose logits a warp compares."""
@@ -232,7 +232,7 @@ def _shared_memory(g: Geometry, tokens: int, one: bool, ring: int, sums: int, ba
         "SUMS_AT": sums,
         "BARRIERS_AT": barriers,
         "EPOCH_AT": 8,
-        "TICKETS_AT": 2 * MOST_BLOCKS,
+        "TAKEN_AT": 2 * MOST_BLOCKS,
         "ENTRIES_AT": entries,
     }
     gathering = {"NUMBERS_AT": 2 * routes, "GROUPS_AT": 4 * min(routes, g.num_experts + routes // 8), "HELD_AT": 4 * tokens}
