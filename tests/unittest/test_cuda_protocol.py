@@ -44,7 +44,9 @@ KIND, ASKED, UNIT, UNDERWAY, LEFT = range(2, 7)
 RUNNING, STARTED, BEGUN, BLOCKS_ENDED = 0, 0, 1, 2  # of the device: blocks that run; the others of each launch
 TICKET, DONE, EPOCH, H, SHARES = 0, 1, 2, 3, 5  # of a workspace; the first may be bits of what is taken; H: bits of FC1's tasks
 TAKEN = TICKET
-PROGRESS, ENDED, BUFFER, RUNS, ENTRIES = range(5)  # of a block: tasks begun, readers that ended; then tasks and arrivals at mbarriers
+PROGRESS, ENDED, BUFFER, RUNS, ENTRIES = range(
+    5
+)  # of a block: tasks begun, readers that ended; then tasks and arrivals at mbarriers
 
 
 class LostEntryError(Exception):
@@ -315,7 +317,9 @@ class Device:
         """
         assert all(state[sees[-1]][AT] == GONE for _, sees in self.warps)
         for launch, work, computed, epoch in self.launches:
-            times = [min(n, 1) if k < launch.tasks[FC1] and len(launch.tasks) == SUM else n for k, n in enumerate(state[computed])]
+            times = [
+                min(n, 1) if k < launch.tasks[FC1] and len(launch.tasks) == SUM else n for k, n in enumerate(state[computed])
+            ]
             assert times == [1] * sum(launch.tasks[:SUM]) + [launch.warps] * sum(launch.tasks[SUM:])
             assert max(state[computed]) <= max(2, launch.warps)
             assert [state[work][n] for n in (TICKET, DONE, EPOCH, H + epoch % 2, SHARES + epoch % 2)] == [0, 0, epoch, 0, 0]

@@ -146,6 +146,18 @@ def test_a_difference_within_the_noise_is_not_called_worse() -> None:
     assert "by 11.1 %" in lines("more", 90.0, 100.0)[0]
 
 
+def test_two_runs_of_the_same_engine_say_how_far_runs_differ() -> None:
+    sides = {"with": {"EMULATION": 2}, "without": {"MARLIN": 2}, "marlin": {"MARLIN": 2}, "b12x": {"B12X": 2}}
+
+    def lines(with_ms: float) -> list[str]:
+        times = {"8": {"with_ms": with_ms, "without_ms": 1.87, "marlin_ms": 2.29, "b12x_ms": 2.31}}
+        model = {"model": "m", "requests": times, "served_by": {name: {"backends": chosen} for name, chosen in sides.items()}}
+        return [line for row in comparison.served(model) for line in comparison.worse(row)]
+
+    assert not lines(2.31)
+    assert [line.rpartition(", ")[2] for line in lines(2.4)] == ["without it 2.29 ms", "without it on b12x 2.31 ms"]
+
+
 def test_an_interrupted_run_goes_on_and_a_measured_one_starts_anew(vllm: Path, tmp_path: Path) -> None:
     write(vllm, SERVED | {"requests": {}, "not_measured": [{"what": "with", "why": "the driver stopped"}]}, 1)
     assert run(tmp_path) == 1
