@@ -106,10 +106,10 @@ def one_token(geometry: Geometry, blocks: int = 5, subnormals: bool = True, weig
         return emulator.kernel_on_cpu(kind, geometry, given, blocks, first_expert(geometry), main=main)
 
 
-def reference_of(geometry: Geometry, weights: Any = None) -> Any:
+def reference_of(geometry: Geometry, weights: Any = None, tokens: int = 1) -> Any:
     kind: Any = KERNELS["cuda", geometry.format][0]
     reference = kind.reference()
-    reference.plan(geometry, 1, torch.device("cpu"))
+    reference.plan(geometry, tokens, torch.device("cpu"))
     reference.bind(weights_of(geometry) if weights is None else weights, first_expert(geometry))
     return reference
 
@@ -198,17 +198,34 @@ def test_one_token_that_is_very_large(size: float) -> None:
     assert distance(found, right) < BOUND if size < 2.0**67 else not found.isfinite().any()
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 9])
 @pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x80, 0x81, 0xB8])
-def test_one_token_and_special_block_scales(byte: int) -> None:
+def test_special_block_scales(byte: int, tokens: int) -> None:
     """Block scales that are NaN, minus zero or negative."""
     geometry = ONE_TOKEN["W4A16"]
-    call, scales = draw(geometry, 1), weights_of(geometry).fc2_weight_sf.clone()
+    call, scales = draw(geometry, tokens), weights_of(geometry).fc2_weight_sf.clone()
     scales.view(torch.uint8).view(geometry.num_experts, geometry.hidden_size, -1)[int(call.ids[0, 0]), ::3, 5] = byte
     weights = replace(weights_of(geometry), fc2_weight_sf=scales)
-    found, right = one_token(geometry, weights=weights).run(call).float(), reference_of(geometry, weights).run(call).float()
+    kind: Any = KERNELS["cuda", geometry.format][0]
+    kernel = one_token(geometry, weights=weights) if tokens == 1 else emulator.kernel_on_cpu(kind, geometry, weights, 5)
+    found, right = kernel.run(call).float(), reference_of(geometry, weights, tokens).run(call).float()
     assert torch.equal(found.isnan(), right.isnan())
     assert found.isnan().any() == (byte & 0x7F == 0x7F)
     assert distance(found.nan_to_num(), right.nan_to_num()) < BOUND
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_very_large_router_weight(tokens: int) -> None:
+    """Products are added up before the power of two that they are too small by is taken out."""
+    geometry = ONE_TOKEN["W4A16"]
+    call = draw(geometry, tokens)
+    call.x.mul_(1e-10)
+    call.router_weights[-1, 0] = 3e38
+    kernel = one_token(geometry) if tokens == 1 else planned(geometry)
+    found, right = kernel.run(call).float(), reference_of(geometry, None, tokens).run(call).float()
+    assert right.isfinite().all()
+    assert right.abs().max() > 1e15
+    assert distance(found, right) < BOUND
 
 
 @pytest.mark.parametrize("name", ["NVFP4", "MXFP8"])

@@ -18,7 +18,7 @@ import pytest
 
 RULES = {
     "taken": "A block takes virtual blocks that are left. Else it has that of its own number alone.",
-    "order": "All tasks of FC1 are taken before one of FC2 is published. Else FC2's come first, or with FC1's of a virtual block.",
+    "order": "All tasks of FC1 are taken before one of FC2 is published. Else FC2's come first, or with FC1's of a share.",
     "own": "FC1 of the own virtual block is worked on in any case: its weights are asked for before it is known who took it.",
     "known": "The task behind those that are known ahead of their entries is the first in its entry, too: it is waited for.",
     "tickets": "Tickets are as described. Else as in 274a226: each is a task, and a block is a few ahead of its first warp.",

@@ -38,8 +38,9 @@ def version() -> str:
 
 
 def compiled(name: str, files: Mapping[str, str], target: str) -> tuple[bytes, str]:
-    """Compile for ``"sm_120a"`` to a cubin, for ``"compute_120a"`` to PTX. Return it, and the log with registers and spills. It has
-    line numbers, for a profiler.
+    """Compile for ``"sm_120a"`` to a cubin with line numbers, for ``"compute_120a"`` to PTX.
+
+    Return it, and the log with registers and spills.
 
     ``files`` has the source ``name`` and what it includes, by name. Raise CompileError, see there.
     """
