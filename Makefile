@@ -72,7 +72,7 @@ bench: $(VENV)/.demo
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror trtllm_b12x/kernels/cuda/*.cu* tests/emulator/*.h tests/emulator/*.c*
+	$(BIN)/clang-format --dry-run --Werror trtllm_b12x/kernels/cuda/*.cu* benchmarks/*.cu tests/emulator/*.h tests/emulator/*.c*
 	$(BIN)/codespell
 	$(BIN)/mypy
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import chain
 from tests.integration.test_kernels_device import weights_of
 from tests.nvfp4_layer import INPUT_SCALE, distance, interleaved, random_call, random_layer
 from trtllm_b12x.formats.nvfp4 import pack_fp4
@@ -51,6 +52,12 @@ def test_any_number_of_blocks(kind: type[CudaKernel], geometry: Geometry, blocks
         first = whole.run(call)
         for _ in range(3):
             assert torch.equal(few.run(call), first), tokens
+
+
+def test_a_chain_from_logits_is_the_chain_from_ids() -> None:
+    """Of two layers, with kernels for norm, router product and top-k around them."""
+    lines = chain.measure(Geometry(64, 4, 2048, 384, "Swiglu"), (1, 3))
+    assert all(line["difference"] < 0.003 for line in lines)
 
 
 def test_graphs_of_two_streams_in_any_order() -> None:

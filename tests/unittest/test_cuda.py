@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import chain
 from tests.allocations import Allocations, weights_left
 from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.formats import BY_TURNS, FORMATS, GATE_UP, ROWS, WeightLayout
@@ -79,6 +80,13 @@ def test_compiles(name: str, target: str) -> None:
 def test_the_probe_compiles(target: str) -> None:
     assert PROBE.compile(target)[0].startswith(b"\x7fELF")
     assert PROBE.assembled(target).count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == 1
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_120a"])
+def test_the_kernels_around_a_layer_compile(target: str) -> None:
+    content, log = nvrtc.compiled("chain.cu", chain.files(), target)
+    assert content.startswith(b"\x7fELF")
+    assert re.findall(r"(\d+) bytes spill stores", log) == ["0"] * 3
 
 
 def test_what_the_probe_changes() -> None:

@@ -13,7 +13,7 @@ import torch
 from tests import emulator
 from tests.emulator import Order, machine
 from tests.nvfp4_layer import distance, random_call
-from tests.unittest.test_cuda_emulated import BOUND, first_expert, weights_of
+from tests.unittest.test_cuda_emulated import BOUND, first_expert, one_token, weights_of
 from trtllm_b12x.formats import BY_TURNS, ROWS, WeightLayout
 from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.kernels import Geometry, MoECall
@@ -98,6 +98,20 @@ def test_numbers(name: str, dtype: torch.dtype, steps: float) -> None:
     for tokens in TOKENS:
         call = draw(LAYERS[name], tokens, dtype, steps)
         assert distance(planned(LAYERS[name]).run(call), expected(LAYERS[name], call)) < BOUND, tokens
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, a bias, a factor", "gpt-oss, two ranks"])
+def test_one_token(name: str) -> None:
+    """Of layers of 1,920 columns or more: see ``one_token.cuh``."""
+    geometry = LAYERS[name]
+    kernel = one_token(geometry, weights=weights_of(replace(geometry, scoring=None)))
+    call = draw(geometry, 1)
+    first = kernel.run(call)
+    assert dict(kernel.variants()[0].sizes)["ONE_TOKEN"]
+    assert distance(first, expected(geometry, call)) < BOUND
+    for seed in range(1, 6):
+        machine.order = Order.drawn(seed, random.Random(seed).randint(1, 5))
+        assert torch.equal(kernel.run(call), first), machine.order
 
 
 def test_a_router_weight_that_is_large() -> None:
