@@ -118,10 +118,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
   else if (warp >= WARPS)
     named_barrier<1, (ADDERS + 1) * 32>();
-  if (MAX_TOKENS == 1) slots = block.shared.valid()[0];
 
   if (warp == WARPS) {
-    taker.set_tasks(slots);
+    taker.set_tasks(MAX_TOKENS == 1 ? block.shared.valid()[0] : slots);
     taker.run();
   } else if (warp > WARPS) {
     if (ONE_TOKEN) routes.store_factor(block);
