@@ -55,8 +55,8 @@ LAYERS: dict[str, tuple[type[CudaKernel], Geometry, int]] = {
     ),
     "gemma-4-26B-A4B MXFP8": (CudaMXFP8Kernel, Geometry(128, 8, 2816, 704, "Geglu", format="MXFP8"), 4),
 }
-MOST_SPILLED = {"sm_90a": 120, "sm_120a": 48, "sm_121a": 48}
-"""Bytes of a thread. Spilled are lane constants, which a task reads once."""
+MOST_SPILLED = {"sm_90a": 120, "sm_120a": 64, "sm_121a": 64}
+"""Bytes of a thread. Spilled are lane constants and counters, which a task reads once."""
 
 
 @pytest.mark.parametrize("target", ["sm_120a", *(pytest.param(name, marks=pytest.mark.all) for name in ("sm_90a", "sm_121a"))])

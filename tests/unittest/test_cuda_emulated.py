@@ -188,6 +188,18 @@ def test_one_token(name: str, subnormals: bool) -> None:
         assert torch.equal(one_token(geometry, blocks, subnormals).run(call), first), machine.order
 
 
+def test_one_token_of_a_narrow_layer() -> None:
+    """FC2's tasks are 8 rows, and its units 256 columns, of which the last ones have fewer."""
+    geometry = ONE_TOKEN["many units"]
+    kernel, call = planned(geometry), draw(geometry, 1)
+    assert dict(kernel.variants()[0].sizes)["NARROW"]
+    first = kernel.run(call)
+    assert distance(first, reference_of(geometry).run(call).float()) < BOUND
+    for seed in range(1, 7):
+        machine.order = Order.drawn(seed, random.Random(seed).randint(1, 5))
+        assert torch.equal(kernel.run(call), first), machine.order
+
+
 @pytest.mark.parametrize("size", [2.0**58, 2.0**68])
 def test_one_token_that_is_very_large(size: float) -> None:
     """x and h are multiplied by 2**60. From 2**68 on sums are not finite."""

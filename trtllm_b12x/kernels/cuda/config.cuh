@@ -31,7 +31,8 @@ constexpr int NEXT_PIECE = TILED_SCALES ? 32 : 8;  // rows from a piece to the n
 // ---- columns: blocks of 128, the most that a warp has in FC1, and the units of FC2 in a row
 constexpr int BLOCKS1 = (STORED_HIDDEN + 127) / 128, BLOCKS2 = (INTERMEDIATE + 127) / 128;
 constexpr int BLOCKS_A_WARP = (BLOCKS1 + SPLIT1 - 1) / SPLIT1;
-constexpr int UNITS2 = NARROW ? (BLOCKS2 + 1) / 2 : BLOCKS2;
+constexpr int UNIT_BLOCKS = NARROW ? 2 : 1;
+constexpr int UNITS2 = (BLOCKS2 + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
 constexpr bool RESIDENT =
     !GATHER || BLOCKS_A_WARP <= 2;  // x of FC1 stays in registers for all tiles of a task, or of all tasks
 
@@ -76,7 +77,7 @@ constexpr int TASKS2 = (ALL_TILES2 + TASK_TILES2 - 1) / TASK_TILES2;  // for a t
 // EXACT: all rows of all tasks are rows of the matrix. FULL2: all columns of all units of FC2 are columns of it.
 constexpr bool EXACT1 = ALL_TILES1 * PIECES1 * 8 == INTERMEDIATE && ALL_TILES1 % TASK_TILES1 == 0;
 constexpr bool EXACT2 = ALL_TILES2 * PIECES2 * 8 == STORED_HIDDEN && ALL_TILES2 % TASK_TILES2 == 0;
-constexpr bool FULL2 = INTERMEDIATE % (NARROW ? 256 : 128) == 0;
+constexpr bool FULL2 = INTERMEDIATE % (128 * UNIT_BLOCKS) == 0;
 
 // ---- routes
 constexpr int ROUTES = MAX_TOKENS * TOP_K;
@@ -96,14 +97,14 @@ static_assert(MAX_TOKENS <= 64, "a call has at most 64 tokens");
 static_assert(TOP_K <= 32, "a token's routes are lanes of a warp");
 static_assert(EXPERTS <= 4096, "an expert's number has 12 bits in Group and Slot");
 static_assert(ROUTES <= 8192, "a route's place has 13 bits in Group");
-static_assert(!NARROW || (HALVES2 == 1 && !GATHER), "NARROW is one half of a call that does not gather");
+static_assert(!NARROW || ONE_TOKEN, "NARROW is a call of one token, of FP4");
 static_assert(TILES_A_TASK == 1 || (GATHER && RESIDENT), "several tiles a task need x in registers");
 static_assert((ENTRIES & (ENTRIES - 1)) == 0, "a task's entry and its parity are bits of its number");
 static_assert(!GATHER || STAGES1 + 3 < ENTRIES, "a block would wait for an entry that is in use again");
 static_assert(STAGES1 * HALVES1 <= RING_HALVES && HALVES1 % HALVES2 == 0 && RING_HALVES % HALVES1 == 0 &&
                   RING_HALVES % HALVES2 == 0,
               "a stage would reach over the ring's end");
-static_assert(!ONE_TOKEN || (MAX_TOKENS == 1 && !NARROW && CODE_BITS == 4 && HALVES2 == 1),
+static_assert(!ONE_TOKEN || (MAX_TOKENS == 1 && CODE_BITS == 4 && HALVES2 == 1),
               "ONE_TOKEN is a call of one token, of FP4, with one half of 16 rows in a stage of FC2");
 static_assert(BUFFERS % ADDERS == 0, "a buffer would have several warps that add, and a parity tells two phases apart");
 static_assert(BUFFERS % HALVES1 == 0 && BUFFERS % HALVES2 == 0, "the halves of a tile would lie apart");

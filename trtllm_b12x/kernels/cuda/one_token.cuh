@@ -12,18 +12,19 @@
 #include "routing.cuh"
 
 struct OneToken {
-  static constexpr int MOST_UNITS = (TOP_K * UNITS2 + WARPS - 1) / WARPS;  // of FC2, of a warp
-  static constexpr int HELD = MOST_UNITS < 4 ? MOST_UNITS : 4;             // units whose h is in registers
+  // Units of FC2 of a warp, and those whose h is in registers.
+  static constexpr int MOST_UNITS = (TOP_K * UNITS2 + WARPS - 1) / WARPS;
+  static constexpr int MOST_HELD = 4 / UNIT_BLOCKS, HELD = MOST_UNITS < MOST_HELD ? MOST_UNITS : MOST_HELD;
   const Block& b;
   Stages stages;
   const int g, t;
-  const bool has_x;          // this lane's column of x has its slice
-  u32 x[BLOCKS_A_WARP][8];   // as in memory until `arrange`
-  u32 h[HELD][8];            // of unit i in number i % HELD
-  u32 buffer = 0, turn = 0;  // the buffer that is filled next, and the parity of its phase
-  u32 number = 0;            // of the task that is computed next
-  int own2 = 0;              // units of FC2 that this warp has
-  u32 h_at[HELD];            // where this lane's h of those units begins
+  const bool has_x;              // this lane's column of x has its slice
+  u32 x[BLOCKS_A_WARP][8];       // as in memory until `arrange`
+  u32 h[HELD][8 * UNIT_BLOCKS];  // of units: of the next one in the first
+  u32 buffer = 0, turn = 0;      // the buffer that is filled next, and the parity of its phase
+  u32 number = 0;                // of the task that is computed next
+  int own2 = 0;                  // units of FC2 that this warp has
+  u32 h_at[HELD];                // where this lane's h of those units begins: see `place_of_h`
 
   DEVICE OneToken(const Block& block)
       : b(block), stages(block), g(block.lane >> 2), t(block.lane & 3), has_x((g & 3) == t) {}
@@ -66,8 +67,9 @@ struct OneToken {
   }
 
   // ---- products
-  // Returns the products of rows g and g + 8 with this lane's two columns, added up.
-  template <bool float16>
+  // Returns the products of rows g and g + 8 with this lane's two columns, added up. `apart`: rows g + 8 are the same
+  // rows on the next 128 columns, whose x is behind the first's. Then each half of the rows is multiplied beside zeros.
+  template <bool float16, bool apart = false>
   DEVICE float2 multiply_rows(const Rows* rows, const u32* x) const {
     float sums[2][4] = {};
     const uint4 &p = rows[0].codes[0], &q = rows[1].codes[0];
@@ -77,8 +79,14 @@ struct OneToken {
       raw4<float16>(i == 0 ? p.x : i == 1 ? p.y : i == 2 ? p.z : p.w, low);
       raw4<float16>(i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w, high);
       const u32* columns = x + 4 * (i & 1);
-      mma<float16>(sums[i >> 1], low[0], high[0], low[1], high[1], columns[0], columns[1]);
-      mma<float16>(sums[i >> 1], low[2], high[2], low[3], high[3], columns[2], columns[3]);
+      UNROLL
+      for (int j = 0; j < 4; j += 2) {
+        if (apart) {
+          mma<float16>(sums[i >> 1], low[j], 0, low[j + 1], 0, columns[j], columns[j + 1]);
+          mma<float16>(sums[i >> 1], 0, high[j], 0, high[j + 1], columns[8 + j], columns[9 + j]);
+        } else
+          mma<float16>(sums[i >> 1], low[j], high[j], low[j + 1], high[j + 1], columns[j], columns[j + 1]);
+      }
     }
     const bool half = t >> 1;
     // Of four groups' bytes those of two slices' halves.
@@ -150,32 +158,34 @@ struct OneToken {
   }
 
   // ---- FC2: units go round the warps; products are added up over the token's routes here
-  // Whether this lane has columns of h of a unit.
-  DEVICE bool has_h(int i) const {
-    if (!has_x || i >= own2) return false;
-    return FULL2 || (b.warp + i * WARPS) % UNITS2 * 128 + column() < INTERMEDIATE;
-  }
-  // Bytes from the beginning of both buffers of h; ~0: this lane has no columns of the unit.
+  // Bytes from the beginning of both buffers of h to this lane's columns of a unit; 1 more if those of its second block
+  // are beyond the matrix, ~0 if all are.
   DEVICE u32 place_of_h(int i) const {
-    if (!has_h(i)) return ~0u;
-    const u32 buffer = (load_shared(b.shared.epoch()) & 1) * (u32)H_BUFFER;
-    return buffer + load_shared(b.shared.unit(b.warp + i * WARPS) + UNIT_H) + (g >> 2) * 128 + t * 16;
+    const u32 unit = b.warp + i * WARPS;
+    const int first = unit % UNITS2 * UNIT_BLOCKS * 128 + column();
+    if (!has_x || i >= own2 || (!FULL2 && first >= INTERMEDIATE)) return ~0u;
+    const u32 buffer = (load_shared(b.shared.epoch()) & 1) * (u32)H_BUFFER,
+              alone = !FULL2 && first + 128 >= INTERMEDIATE;
+    return buffer + load_shared(b.shared.unit(unit) + UNIT_H) + (g >> 2) * 128 + t * 16 + (NARROW ? alone : 0);
   }
   DEVICE void load_h(u32 place, u32* to) const {
     UNROLL
-    for (int j = 0; j < 8; j++) to[j] = 0;
+    for (int j = 0; j < 8 * UNIT_BLOCKS; j++) to[j] = 0;
     if (place == ~0u) return;
-    const u8* from = b.workspace.h() + place;
-    const uint4 p = load_relaxed_16(from), q = load_relaxed_16(from + 64);
-    to[0] = p.x, to[1] = p.y, to[2] = p.z, to[3] = p.w;
-    to[4] = q.x, to[5] = q.y, to[6] = q.z, to[7] = q.w;
+    const u8* from = b.workspace.h() + (place & ~1u);
+    UNROLL
+    for (int block = 0; block < (place & 1 ? 1 : UNIT_BLOCKS); block++, from += 256, to += 8) {
+      const uint4 p = load_relaxed_16(from), q = load_relaxed_16(from + 64);
+      to[0] = p.x, to[1] = p.y, to[2] = p.z, to[3] = p.w;
+      to[4] = q.x, to[5] = q.y, to[6] = q.z, to[7] = q.w;
+    }
   }
   // Loads h of a unit again until it is there.
   DEVICE void wait_for_h(u32 place, u32* h) const {
     for (;;) {
       u32 most = 0;
       UNROLL
-      for (int j = 0; j < 8; j++) most = max(most, h[j]);
+      for (int j = 0; j < 8 * UNIT_BLOCKS; j++) most = max(most, h[j]);
       if (most != ~0u) break;
       load_h(place, h);
     }
@@ -188,7 +198,7 @@ struct OneToken {
     for (int i = 0; i + 1 < HELD; i++) h_at[i] = h_at[i + 1];
     h_at[HELD - 1] = at;
     UNROLL
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < 8 * UNIT_BLOCKS; j++) {
       const u32 first = h[0][j];
       UNROLL
       for (int i = 0; i + 1 < HELD; i++) h[i][j] = h[i + 1][j];
@@ -206,14 +216,14 @@ struct OneToken {
         if (i < own2) {
           const u32 unit = b.warp + i * WARPS;
           Rows read[2];
-          stages.take<FC2>([&] { stages.read2_half(read, 0, unit % UNITS2); });
+          stages.take<FC2>([&] { stages.read2_half(read, 0, unit % UNITS2 * UNIT_BLOCKS); });
           while (!acquire_shared(b.shared.factors())) {
           }
           const float factor = load_shared_float(b.shared.unit(unit) + UNIT_FACTOR);
           wait_for_h(h_at[0], h[0]);
-          const float2 products = multiply_rows<false>(read, h[0]);
-          rows[0][0] += factor * products.x;
-          rows[0][1] += factor * products.y;
+          const float2 products = multiply_rows<false, NARROW>(read, h[0]);
+          rows[0][0] += factor * (NARROW ? products.x + products.y : products.x);
+          rows[0][1] += NARROW ? 0.f : factor * products.y;
           // h of the unit that is next in these registers; the next task has the same units.
           const int next = i + HELD < own2 ? i + HELD : j;
           if (MOST_UNITS > HELD && next != i) {

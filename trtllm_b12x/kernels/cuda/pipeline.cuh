@@ -162,7 +162,7 @@ struct Stages {
     if (units > 0) {
       const uint4 from = load_shared_16(entry + TILES_AT + (GATHER ? 16 * (b.warp / SPLIT2) : 0));
       const u32 unit = b.warp + stage * WARPS;
-      const u32 block = GATHER ? split2 + stage * SPLIT2 : unit % UNITS2 * (NARROW ? 2 : 1);
+      const u32 block = GATHER ? split2 + stage * SPLIT2 : unit % UNITS2 * UNIT_BLOCKS;
       u32 codes_at = from.x, scales_at = from.y, codes_in = codes2, scales_in = scales2;
       if (ONE_TOKEN) {
         codes_at += load_shared(b.shared.unit(unit));
@@ -312,7 +312,7 @@ struct Stages {
       const u32 at = from + scales + i * other;
       if (ONE_TOKEN) {
         rows[i].scales = column_scales(at);
-        if (columns % 128) rows[i].scales &= columns_there(column, columns);
+        if (columns % (128 + beside)) rows[i].scales &= columns_there(column + i * beside, columns);
         continue;
       }
       if (CODE_BITS == 8)

@@ -2,7 +2,7 @@
 //
 // The columns of mma.m16n8k16: FC1 multiplies for all tokens of the call, also for those that the expert has not; their
 // columns are not handed over. FC2 multiplies for one token at a time. In a call that gathers the columns are the
-// routes of the group. NARROW: the rows g + 8 of a product are the same rows on the second 128 columns. ONE_TOKEN has
+// routes of the group. ONE_TOKEN has
 // warps of its own: see one_token.cuh.
 #pragma once
 #include "inputs.cuh"
@@ -160,9 +160,9 @@ struct Multiplier {
     end_task();
   }
   // A token's units of FC2 go round the warps; products are added up over its routes here. The columns of a product are
-  // units: h of several is loaded at once, and unit j of them is right in column j (NARROW: in 2j and 2j + 1).
+  // units: h of several is loaded at once, and unit j of them is right in column j.
   DEVICE void fc2_of_token(const u8* h) {
-    constexpr int WIDTH = NARROW ? 2 : 1, AT_ONCE = 8 / WIDTH, HALVES = HALVES2;
+    constexpr int AT_ONCE = 8, HALVES = HALVES2;
     const u32 token = load_shared(entry() + INFO_AT) >> 16;
     const int own = stages.units_of(token);
     if (own <= 0) stages.pass(number);
@@ -170,12 +170,11 @@ struct Multiplier {
     auto route_of = [&](u32 unit) { return b.shared.routes() + (token * TOP_K + unit / UNITS2) * 16; };
     ROLLED
     for (int from = 0; from < own; from += AT_ONCE) {
-      const int mine = from + g / WIDTH;  // the unit of this lane's column
+      const int mine = from + g;  // the unit of this lane's column
       const bool some = mine < own;
       const u32 of_mine = b.warp + (some ? mine : 0) * WARPS;
-      const int block_of_mine = of_mine % UNITS2 * WIDTH + g % WIDTH;
-      in.row =
-          h + ((u64)load_shared(route_of(of_mine) + ROUTE_NUMBER) * BLOCKS2 + min(block_of_mine, BLOCKS2 - 1)) * 256;
+      const int block_of_mine = of_mine % UNITS2;
+      in.row = h + ((u64)load_shared(route_of(of_mine) + ROUTE_NUMBER) * BLOCKS2 + block_of_mine) * 256;
       UNROLL
       for (int j = 0; j < 16; j++) in.x[0][j] = 0;
       if (some) in.load<FC2>(in.x[0], 0);
@@ -186,10 +185,10 @@ struct Multiplier {
         Rows rows[HALVES][2];
         stages.open();
         UNROLL
-        for (int half = 0; half < HALVES; half++) stages.read2_half(rows[half], half, unit % UNITS2 * WIDTH);
+        for (int half = 0; half < HALVES; half++) stages.read2_half(rows[half], half, unit % UNITS2);
         stages.close<FC2>();
-        in.wait_for_h(in.x[0], block_of_mine * 128, g / WIDTH == j, [&] { in.load<FC2>(in.x[0], 0); });
-        const bool has = t == (NARROW ? j : j >> 1), odd = !NARROW && j & 1;
+        in.wait_for_h(in.x[0], block_of_mine * 128, g == j, [&] { in.load<FC2>(in.x[0], 0); });
+        const bool has = t == j >> 1, odd = j & 1;
         UNROLL
         for (int half = 0; half < HALVES; half++) {
           float products[2][4] = {};
@@ -198,7 +197,7 @@ struct Multiplier {
           const float high = products[0][2] + products[1][2], high_odd = products[0][3] + products[1][3];
           if (has) {
             sums[half][0] += factor * (odd ? low_odd : low);
-            sums[half][1] += factor * (odd || NARROW ? high_odd : high);
+            sums[half][1] += factor * (odd ? high_odd : high);
           }
         }
       }
@@ -206,15 +205,17 @@ struct Multiplier {
     UNROLL
     for (int half = 0; half < HALVES; half++) {
       const u32 at = b.shared.sums() + buffer * BUFFER_BYTES + b.warp * 64 + g * 4;
-      float low = sums[half][0] + (NARROW ? sums[half][1] : 0.f), high = sums[half][1];
+      float low = sums[half][0], high = sums[half][1];
       UNROLL
       for (int d = 1; d < 4; d *= 2) {
         low += __shfl_xor_sync(~0u, low, d);
-        if (!NARROW) high += __shfl_xor_sync(~0u, high, d);
+        high += __shfl_xor_sync(~0u, high, d);
       }
       barrier_wait(b.shared.empty(buffer), turn ^ 1);
-      if (t == 0) store_shared_float(at, low);
-      if (t == 0 && !NARROW) store_shared_float(at + 32, high);
+      if (t == 0) {
+        store_shared_float(at, low);
+        store_shared_float(at + 32, high);
+      }
       __syncwarp();
       if (b.lane == 0) barrier_arrive(b.shared.full(buffer));
       if (++buffer == BUFFERS) {

@@ -63,7 +63,8 @@ struct TokenRoutes {
       store_shared_16(at, make_uint4(codes, scales, 0, route));
       for (int i = 0; ONE_TOKEN && i < UNITS2; i++)
         store_shared_16(b.shared.unit(slot * UNITS2 + i),
-                        make_uint4(codes + i * CODE_BITS, scales + i * BLOCK_SCALES, 0, (route * BLOCKS2 + i) * 256));
+                        make_uint4(codes + i * UNIT_BLOCKS * CODE_BITS, scales + i * UNIT_BLOCKS * BLOCK_SCALES, 0,
+                                   (route * BLOCKS2 + i * UNIT_BLOCKS) * 256));
       if (MAX_TOKENS > 1) atomicOr(&b.shared.hit()[expert >> 5], 1u << (expert & 31));
     }
     if (b.lane == 0) b.shared.valid()[token] = __popc(local);

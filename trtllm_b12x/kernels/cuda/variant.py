@@ -158,8 +158,9 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
     adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
     buffers = adders if tokens > 2 else 2 * adders
     entries, tiles = 8 if tokens == 1 else 16, max(parts * times, parts2)
-    narrow = tokens == 1 and g.stored_hidden < 16 * _TASKS
-    one = tokens == 1 and not narrow and bits == 4  # MXFP8 is not faster by it: 19.1 and 18.6 us of Qwen3-30B-A3B on an H100
+    one = tokens == 1 and bits == 4  # MXFP8 is not faster by it: 19.1 and 18.6 us of Qwen3-30B-A3B on an H100
+    narrow = one and g.stored_hidden < 16 * _TASKS  # FC2 has few tiles of 16 rows: of 8, then
+    units = -(-g.intermediate_size // (256 if narrow else 128)) if one else 0  # of a route in FC2
     # Halves of a stage of FC1 and of FC2, stages of FC1 on their way, halves of a warp's ring.
     choices = [(2, 2, 2, 4), (1, 1, 4, 4), (1, 1, 3, 3), (1, 1, 2, 2)]
     if one:  # one stage on its way: each request waits for less
@@ -171,7 +172,7 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         ring = warps * chosen[-1] * (256 * bits + 16 * scales)
         sums = buffers * warps * min(tokens, _COLUMNS) * 64
         barriers = 8 * (2 * buffers + 1 + 2 * entries)
-        offsets = _shared_memory(g, tokens, one, ring, sums, barriers, entries * (16 + 16 * tiles))
+        offsets = _shared_memory(g, tokens, units, ring, sums, barriers, entries * (16 + 16 * tiles))
         if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or chosen in ((2, 2, 2, 4), choices[-1])):
             break
     else:
@@ -224,7 +225,7 @@ def _scoring(g: Geometry) -> dict[str, int | float]:
     }
 
 
-def _shared_memory(g: Geometry, tokens: int, one: bool, ring: int, sums: int, barriers: int, entries: int) -> dict[str, int]:
+def _shared_memory(g: Geometry, tokens: int, units: int, ring: int, sums: int, barriers: int, entries: int) -> dict[str, int]:
     """Return where what a block has in shared memory lies, and all its bytes; ``Shared`` of ``records.cuh`` says what it is."""
     routes = tokens * g.top_k
     parts = {
@@ -238,7 +239,7 @@ def _shared_memory(g: Geometry, tokens: int, one: bool, ring: int, sums: int, ba
     gathering = {"NUMBERS_AT": 2 * routes, "GROUPS_AT": 4 * min(routes, g.num_experts + routes // 8), "HELD_AT": 4 * tokens}
     apart = {
         "ROUTES_AT": 16 * routes,
-        "UNITS_AT": 16 * routes * -(-g.intermediate_size // 128) * one,
+        "UNITS_AT": 16 * routes * units,
         "SLOTS_AT": 4 * routes,
         "MASKS_AT": 4 * routes * -(-routes // 32),
         "HIT_AT": 4 * -(-g.num_experts // 32) + 64,
