@@ -2,8 +2,7 @@
 //
 // The columns of mma.m16n8k16: FC1 multiplies for all tokens of the call, also for those that the expert has not; their
 // columns are not handed over. FC2 multiplies for one token at a time. In a call that gathers the columns are the
-// routes of the group. ONE_TOKEN has
-// warps of its own: see one_token.cuh.
+// routes of the group. ONE_TOKEN has warps of its own: see one_token.cuh.
 #pragma once
 #include "inputs.cuh"
 #include "pipeline.cuh"
