@@ -226,7 +226,7 @@ struct Multiplier {
   }
 
   DEVICE void run() {
-    if (stages.waiting == 0) stages.fill<Stages::FIRST_TASK>();
+    stages.fill<Stages::FIRST_TASK>();
     if (GATHER) {
       while (current() == FC1) {
         if constexpr (RESIDENT)
