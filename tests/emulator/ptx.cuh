@@ -102,7 +102,8 @@ template <class T>
 inline T __shfl_xor_sync(u32 mask, T v, int with, emulator::Line line = {}) {
   return meet_in_shuffle(mask, v, emulator::self->lane ^ with, line);
 }
-inline u32 __reduce_max_sync(u32 mask, u32 v, emulator::Line line = {}) {
+template <class T>
+inline T __reduce_max_sync(u32 mask, T v, emulator::Line line = {}) {
   for (int with = 16; with; with /= 2) v = max(v, __shfl_xor_sync(mask, v, with, line));
   return v;
 }
@@ -154,6 +155,7 @@ inline void let_next_launch_begin() { emulator::let_next(); }
 inline void trap(emulator::Line line = {}) { emulator::fail("trap", line); }
 using emulator::time_in_ms;
 inline void keep(u32&) {}
+inline void keep(const u8*&) {}
 
 // ---- barriers
 template <int id, int threads>

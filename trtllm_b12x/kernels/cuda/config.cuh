@@ -11,6 +11,7 @@ constexpr int SWIGLU = 0, SWIGLU_BIAS = 1, GEGLU = 2, RELU2 = 3, SILU = 4;
 constexpr int NO_BIAS = 0, BFLOAT16_BIAS = 1, FLOAT16_BIAS = 2, FLOAT32_BIAS = 3;
 
 constexpr bool NVFP4 = CODE_BITS == 4 && GROUP == 16;  // a block scale is E4M3; else E8M0
+constexpr bool ONE_TOKEN = MAX_TOKENS == 1;            // its warps that multiply: one_token.cuh
 constexpr bool GATHER = MAX_TOKENS > 8;                // columns of a product are an expert's routes; else the tokens
 constexpr int COLUMNS = GATHER ? 8 : MAX_TOKENS;       // of a product that are handed over
 
@@ -97,15 +98,14 @@ static_assert(MAX_TOKENS <= 64, "a call has at most 64 tokens");
 static_assert(TOP_K <= 32, "a token's routes are lanes of a warp");
 static_assert(EXPERTS <= 4096, "an expert's number has 12 bits in Group and Slot");
 static_assert(ROUTES <= 8192, "a route's place has 13 bits in Group");
-static_assert(!NARROW || ONE_TOKEN, "NARROW is a call of one token, of FP4");
+static_assert(!NARROW || (ONE_TOKEN && CODE_BITS == 4), "NARROW is a call of one token, of FP4");
 static_assert(TILES_A_TASK == 1 || (GATHER && RESIDENT), "several tiles a task need x in registers");
 static_assert((ENTRIES & (ENTRIES - 1)) == 0, "a task's entry and its parity are bits of its number");
 static_assert(!GATHER || STAGES1 + 3 < ENTRIES, "a block would wait for an entry that is in use again");
 static_assert(STAGES1 * HALVES1 <= RING_HALVES && HALVES1 % HALVES2 == 0 && RING_HALVES % HALVES1 == 0 &&
                   RING_HALVES % HALVES2 == 0,
               "a stage would reach over the ring's end");
-static_assert(!ONE_TOKEN || (MAX_TOKENS == 1 && CODE_BITS == 4 && HALVES2 == 1),
-              "ONE_TOKEN is a call of one token, of FP4, with one half of 16 rows in a stage of FC2");
+static_assert(!ONE_TOKEN || HALVES2 == 1, "a call of one token has one half of 16 rows in a stage of FC2");
 static_assert(BUFFERS % ADDERS == 0, "a buffer would have several warps that add, and a parity tells two phases apart");
 static_assert(BUFFERS % HALVES1 == 0 && BUFFERS % HALVES2 == 0, "the halves of a tile would lie apart");
 static_assert(BUFFERS <= 6, "no kernel was tried with more buffers");

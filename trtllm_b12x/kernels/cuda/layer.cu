@@ -88,10 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Inputs inputs(block);
   OneToken one(block);
   TaskTaker taker(block);
-  if (ONE_TOKEN && warp < WARPS) {
-    one.stages.begin();
-    one.stages.prepare_first();
-  }
+  if (ONE_TOKEN && warp < WARPS) one.prepare();
   prefetch_inputs(block);
   wait_for_launch_ahead();
   let_next_launch_begin();
@@ -107,11 +104,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   TokenRoutes routes(block);
   if (!GATHER) routes.read(block);
-  if (MAX_TOKENS > 1) __syncthreads();
+  if (!ONE_TOKEN) __syncthreads();
   int slots = 0;
   if (GATHER)
     slots = group_routes(block);
-  else if (MAX_TOKENS > 1)
+  else if (!ONE_TOKEN)
     slots = routes.number_slots(block);
   routes.mark(block);
   if (!ONE_TOKEN || FROM_LOGITS)
@@ -120,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     named_barrier<1, (ADDERS + 1) * 32>();
 
   if (warp == WARPS) {
-    taker.set_tasks(MAX_TOKENS == 1 ? block.shared.valid()[0] : slots);
+    taker.set_tasks(ONE_TOKEN ? block.shared.valid()[0] : slots);
     taker.run();
   } else if (warp > WARPS) {
     if (ONE_TOKEN) routes.store_factor(block);

@@ -13,7 +13,7 @@ constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
 constexpr bool RAW_X = FLOAT16 || !SUBNORMALS;
 constexpr u32 TWO_TO_60 = 0x5d805d80u, TWO_TO_126 = 0x7e807e80u;  // pairs
 // What sums of FC1 and of FC2 are multiplied by, and h when it is stored.
-constexpr float FACTOR2 = !ONE_TOKEN ? CODE_FACTOR : SUBNORMALS ? 0x1p66f : 1.f;
+constexpr float FACTOR2 = !ONE_TOKEN ? CODE_FACTOR : !SUBNORMALS ? 1.f : CODE_BITS == 4 ? 0x1p66f : 0x1p60f;
 constexpr float FACTOR1 = ONE_TOKEN && FLOAT16 ? 0x1p14f : FACTOR2;
 constexpr float H_FACTOR = ONE_TOKEN && SUBNORMALS ? 0x1p60f : 1.f;
 
@@ -94,6 +94,14 @@ DEVICE void raw4(u32 word, u32* pairs) {
   if (SUBNORMALS) return;
   UNROLL
   for (int i = 0; i < 4; i++) pairs[i] = fma_bf16x2(pairs[i], TWO_TO_126, MINUS_ZEROS);
+}
+// ONE_TOKEN: four codes of FP8 as they are, 2^-120 times as large, to the pairs of `decode8`.
+DEVICE void raw8(u32 word, u32* pairs) {
+  pairs[0] = (word << 8 & MINUS_ZEROS) | (word << 4 & 0x07f007f0);
+  pairs[1] = (word & MINUS_ZEROS) | (word >> 4 & 0x07f007f0);
+  if (SUBNORMALS) return;
+  UNROLL
+  for (int i = 0; i < 2; i++) pairs[i] = fma_bf16x2(pairs[i], 0x7b807b80u, MINUS_ZEROS);
 }
 // Two block scales in float32: E4M3, or E8M0, where 255 is NaN and 0 is 2^-127, a subnormal.
 DEVICE void scales_of(u32 bytes, float& first, float& second) {

@@ -1,11 +1,11 @@
-// The warps that multiply in a call of one token (ONE_TOKEN, FP4): fewer instructions, since a token needs one of the
+// The warps that multiply in a call of one token (ONE_TOKEN): fewer instructions, since a token needs one of the
 // eight columns of a product.
 //
 // A lane 4g + t has 32 of the 128 columns of a row of weights: slice t, in two halves of 16. Column n of x, n < 4, has
 // the first half of slice n and zeros elsewhere, and column n + 4 the second half. So a product's sum belongs to one
 // half of one slice, which has one block scale: the scale multiplies the sum, and codes go to the tensor cores as they
-// are. The first two words of a lane's codes are of the first half: their products (`sums[0]`) are right in columns 0
-// to 3, those of the other two (`sums[1]`) in columns 4 to 7.
+// are. The first half of a lane's words has codes of the first half: their products (`sums[0]`) are right in columns 0
+// to 3, those of the others (`sums[1]`) in columns 4 to 7.
 #pragma once
 #include "inputs.cuh"
 #include "pipeline.cuh"
@@ -20,17 +20,19 @@ struct OneToken {
   const int g, t;
   const bool has_x;              // this lane's column of x has its slice
   u32 x[BLOCKS_A_WARP][8];       // as in memory until `arrange`
-  u32 h[HELD][8 * UNIT_BLOCKS];  // of units: of the next one in the first
+  u32 h[HELD][8 * UNIT_BLOCKS];  // of the next units
   u32 buffer = 0, turn = 0;      // the buffer that is filled next, and the parity of its phase
   u32 number = 0;                // of the task that is computed next
   int own2 = 0;                  // units of FC2 that this warp has
   u32 h_at[HELD];                // where this lane's h of those units begins: see `place_of_h`
+  const u8* id;                  // of this lane's route
+  u32 wide;
 
   DEVICE OneToken(const Block& block)
       : b(block), stages(block), g(block.lane >> 2), t(block.lane & 3), has_x((g & 3) == t) {}
 
   // First of this lane's 16 columns of x, in a block of 128.
-  DEVICE int column() const { return 32 * t + 16 * (g >> 2); }
+  DEVICE int column() const { return column8(t, 2 * (g >> 2)); }
 
   // ---- x
   // Loads x of all blocks of columns. x in FP4: codes to x[i][0] and [1], the scale to x[i][2].
@@ -72,37 +74,57 @@ struct OneToken {
   template <bool float16, bool apart = false>
   DEVICE float2 multiply_rows(const Rows* rows, const u32* x) const {
     float sums[2][4] = {};
-    const uint4 &p = rows[0].codes[0], &q = rows[1].codes[0];
+    // Adds the products of four pairs of columns: two of each row.
+    auto add = [&](float* to, const u32* low, const u32* high, const u32* columns) {
+      if (apart) {
+        mma<float16>(to, low[0], 0, low[1], 0, columns[0], columns[1]);
+        mma<float16>(to, 0, high[0], 0, high[1], columns[8], columns[9]);
+      } else
+        mma<float16>(to, low[0], high[0], low[1], high[1], columns[0], columns[1]);
+    };
     UNROLL
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4 * LOADS; i++) {
+      const uint4 &p = rows[0].codes[i / 4], &q = rows[1].codes[i / 4];
+      const u32 word = i % 4 == 0 ? p.x : i % 4 == 1 ? p.y : i % 4 == 2 ? p.z : p.w;
+      const u32 below = i % 4 == 0 ? q.x : i % 4 == 1 ? q.y : i % 4 == 2 ? q.z : q.w;
       u32 low[4], high[4];
-      raw4<float16>(i == 0 ? p.x : i == 1 ? p.y : i == 2 ? p.z : p.w, low);
-      raw4<float16>(i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w, high);
-      const u32* columns = x + 4 * (i & 1);
-      UNROLL
-      for (int j = 0; j < 4; j += 2) {
-        if (apart) {
-          mma<float16>(sums[i >> 1], low[j], 0, low[j + 1], 0, columns[j], columns[j + 1]);
-          mma<float16>(sums[i >> 1], 0, high[j], 0, high[j + 1], columns[8 + j], columns[9 + j]);
-        } else
-          mma<float16>(sums[i >> 1], low[j], high[j], low[j + 1], high[j + 1], columns[j], columns[j + 1]);
+      if (CODE_BITS == 8) {
+        raw8(word, low), raw8(below, high);
+        add(sums[i / 4], low, high, x + 2 * (i % 4));
+        continue;
       }
+      raw4<float16>(word, low), raw4<float16>(below, high);
+      add(sums[i >> 1], low, high, x + 4 * (i & 1));
+      add(sums[i >> 1], low + 2, high + 2, x + 4 * (i & 1) + 2);
     }
     const bool half = t >> 1;
+    float own[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) own[i] = half ? sums[1][i] : sums[0][i];
+    if (CODE_BITS == 8) {
+      float first, second, none;
+      scales_of(rows[0].scales, first, none), scales_of(rows[1].scales, second, none);
+      return {first * (own[0] + own[1]), second * (own[2] + own[3])};
+    }
     // Of four groups' bytes those of two slices' halves.
     const u32 picked = half ? 0x7531 : 0x6420;
     const u32 bytes = GROUP == 16 ? __byte_perm(rows[0].scales, rows[1].scales, picked) : 0;
     float scales[4];
     scales_of(GROUP == 16 ? bytes & 0xffff : rows[0].scales, scales[0], scales[1]);
     scales_of(GROUP == 16 ? bytes >> 16 : rows[1].scales, scales[2], scales[3]);
-    return {scales[0] * (half ? sums[1][0] : sums[0][0]) + scales[1] * (half ? sums[1][1] : sums[0][1]),
-            scales[2] * (half ? sums[1][2] : sums[0][2]) + scales[3] * (half ? sums[1][3] : sums[0][3])};
+    return {scales[0] * own[0] + scales[1] * own[1], scales[2] * own[2] + scales[3] * own[3]};
   }
   // Adds up over the lanes of a row. An even t gets the sum of row g, an odd one of row g + 8.
   DEVICE float over_slices(float first, float second) const {
     const bool odd = t & 1;
     const float sum = (odd ? second : first) + __shfl_xor_sync(~0u, odd ? first : second, 1);
     return sum + __shfl_xor_sync(~0u, sum, 2);
+  }
+  // Waits until the buffers of a task's rows are free.
+  template <int halves>
+  DEVICE void wait_for_buffers() const {
+    UNROLL
+    for (int half = 0; half < halves; half++) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
   }
   // Hands a task's rows over to the warps that add.
   template <int halves>
@@ -116,8 +138,6 @@ struct OneToken {
       sum = (high ? high_sum : low_sum) + __shfl_xor_sync(~0u, high ? low_sum : high_sum, 2);
     } else
       sum = over_slices(rows[0][0], rows[0][1]);
-    UNROLL
-    for (int half = 0; half < halves; half++) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
     if (t < 2 * halves)
       store_shared_float(b.shared.sums() + (buffer + (t >> 1)) * BUFFER_BYTES + b.warp * 64 + (t & 1) * 32 + g * 4,
                          sum);
@@ -137,6 +157,7 @@ struct OneToken {
   // ---- FC1
   DEVICE void fc1() {
     float rows[HALVES1][2] = {};
+    wait_for_buffers<HALVES1>();
     UNROLL
     for (int i = 0; i < BLOCKS_A_WARP; i++) {
       if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
@@ -152,8 +173,9 @@ struct OneToken {
         rows[half][1] = i ? rows[half][1] + products.y : products.y;
       }
     }
-    stages.fill_phase<FC2>();  // behind the products: other blocks wait for those
     hand_over<HALVES1>(rows);
+    // Behind the products, which other blocks wait for; and one while weights of FC1 are on their way.
+    stages.fill_phase<FC2>(stages.waiting == 0 ? TOP_K * UNITS2 : 1);
     end_task();
   }
 
@@ -191,65 +213,54 @@ struct OneToken {
     }
     __syncwarp();
   }
-  // Moves h of all units a place on, and that of the first to the last.
-  DEVICE void turn_h() {
-    const u32 at = h_at[0];
-    UNROLL
-    for (int i = 0; i + 1 < HELD; i++) h_at[i] = h_at[i + 1];
-    h_at[HELD - 1] = at;
-    UNROLL
-    for (int j = 0; j < 8 * UNIT_BLOCKS; j++) {
-      const u32 first = h[0][j];
-      UNROLL
-      for (int i = 0; i + 1 < HELD; i++) h[i][j] = h[i + 1][j];
-      h[HELD - 1][j] = first;
-    }
-  }
   DEVICE void fc2() {
     if (own2 == 0) stages.pass(number);
     float rows[1][2] = {};
+    wait_for_buffers<1>();
+    while (!acquire_shared(b.shared.factors())) {
+    }
     ROLLED
     for (int from = 0; from < own2; from += HELD) {
-      ROLLED
-      for (int j = 0; j < HELD; j++) {  // h of unit i is in h[0]
+      UNROLL  // else h would move from register to register, and a move waits for the load
+      for (int j = 0; j < HELD; j++) {
         const int i = from + j;
-        if (i < own2) {
-          const u32 unit = b.warp + i * WARPS;
-          Rows read[2];
-          stages.take<FC2>([&] { stages.read2_half(read, 0, unit % UNITS2 * UNIT_BLOCKS); });
-          while (!acquire_shared(b.shared.factors())) {
-          }
-          const float factor = load_shared_float(b.shared.unit(unit) + UNIT_FACTOR);
-          wait_for_h(h_at[0], h[0]);
-          const float2 products = multiply_rows<false, NARROW>(read, h[0]);
-          rows[0][0] += factor * (NARROW ? products.x + products.y : products.x);
-          rows[0][1] += NARROW ? 0.f : factor * products.y;
-          // h of the unit that is next in these registers; the next task has the same units.
-          const int next = i + HELD < own2 ? i + HELD : j;
-          if (MOST_UNITS > HELD && next != i) {
-            h_at[0] = place_of_h(next);
-            load_h(h_at[0], h[0]);
-          }
+        if (i >= own2) break;
+        const u32 unit = b.warp + i * WARPS;
+        Rows read[2];
+        stages.take<FC2>([&] { stages.read2_half(read, 0, unit % UNITS2 * UNIT_BLOCKS); });
+        const float factor = load_shared_float(b.shared.unit(unit) + UNIT_FACTOR);
+        wait_for_h(h_at[j], h[j]);
+        const float2 products = multiply_rows<false, NARROW>(read, h[j]);
+        rows[0][0] += factor * (NARROW ? products.x + products.y : products.x);
+        rows[0][1] += NARROW ? 0.f : factor * products.y;
+        // h of the unit that is next in these registers; the next task has the same units.
+        const int next = i + HELD < own2 ? i + HELD : j;
+        if (MOST_UNITS > HELD && next != i) {
+          h_at[j] = place_of_h(next);
+          load_h(h_at[j], h[j]);
         }
-        turn_h();
       }
     }
     hand_over<1>(rows);
     end_task();
   }
 
+  // What `begin` needs and does not depend on the launch ahead.
+  DEVICE void prepare() {
+    stages.begin();
+    stages.prepare_first();
+    id = id_of(b.call, b.lane), wide = b.call.wide_ids;
+    keep(id), keep(wide);
+  }
   // Asks for x, and for the first weights straight from the ids: shared memory would have them later.
   DEVICE void begin() {
     int expert = -1;
-    if (!FROM_LOGITS && b.lane < TOP_K) expert = expert_of(b, b.lane);
+    if (!FROM_LOGITS && b.lane < TOP_K) expert = local_expert_at(b.layer, id, wide);
     load_x();
     if (FROM_LOGITS) return;
     const u32 local = __ballot_sync(~0u, expert >= 0);
     const int place = __popc(local & ((1u << b.lane) - 1));
-    stages.ask_first([&](int slot) {
-      const u32 lanes = __ballot_sync(~0u, expert >= 0 && place == slot);
-      return lanes ? __shfl_sync(~0u, expert, __ffs(lanes) - 1) : -1;
-    });
+    stages.ask_first([&](int slot) { return __reduce_max_sync(~0u, place == slot ? expert : -1); });
   }
   DEVICE void run() {
     if (FROM_LOGITS) {

@@ -75,8 +75,9 @@ struct Stages {
                            : lane * SCALE_PITCH2;
     ring = b.shared.stages(b.warp);
     // The scales that a lane needs: where they are in a row of a stage, and in a 128x4 tile, one of `tile4`.
-    const u32 own = GROUP == 16 ? 2 * t : CODE_BITS == 4 ? t : t >> 1, both = (t & 1) * (32 / GROUP) * 2;
-    const u32 in_row = ONE_TOKEN ? both : own, tile4 = TILES_A_BLOCK == 1 ? 0 : ONE_TOKEN ? t & 1 : t >> 1;
+    u32 in_row = GROUP == 16 ? 2 * t : CODE_BITS == 4 ? t : t >> 1, tile4 = t >> 1;
+    if (ONE_TOKEN) in_row = CODE_BITS == 8 ? t : (t & 1) * (32 / GROUP) * 2, tile4 = t & 1;
+    if (TILES_A_BLOCK == 1) tile4 = 0;
     const u32 in_tile = GROUP == 32 ? in_row : ONE_TOKEN ? 0 : (t & 1) * 2;
     read1 = HALVES1 * HALF_CODES + (TILED_SCALES ? (tile4 * 8 + g) * BYTES1 + in_tile
                                                  : g * SCALE_SLOT + in_row + (PAIR == 2 ? UP_ROW : g & 1) * ODD1);
@@ -265,10 +266,10 @@ struct Stages {
   }
   // Asks for as many stages of a phase as there is room for, of tasks that are published.
   template <int phase>
-  DEVICE void fill_phase() {
+  DEVICE void fill_phase(int most = TOP_K * UNITS2) {
     ROLLED
-    while ((phase == FC1 ? waiting < STAGES1 : halves_in_use() + HALVES2 <= RING_HALVES) && is_published(b, number) &&
-           load_shared(b.shared.entry(number)) == phase) {
+    while ((phase == FC1 ? waiting < STAGES1 : halves_in_use() + HALVES2 <= RING_HALVES && stage < most) &&
+           is_published(b, number) && load_shared(b.shared.entry(number)) == phase) {
       if (phase == FC1)
         asked<FC1>(HALVES1, copy1(ring + slot, load_shared_16(b.shared.entry(number) + TILES_AT + 16 * part)));
       else
@@ -329,12 +330,13 @@ struct Stages {
   }
   // ONE_TOKEN: scales of the slices of products' columns 2t and 2t + 1; see one_token.cuh.
   DEVICE u32 column_scales(u32 at) const {
+    if (CODE_BITS == 8) return load_shared_u8(at);
     if (GROUP == 32) return load_shared_u16(at);
     return UNEVEN ? load_shared_u16(at) | load_shared_u16(at + 2) << 16 : load_shared(at);
   }
   // A mask of those that are columns of the matrix.
   DEVICE u32 columns_there(int column, int columns) const {
-    const int first = column + (t & 1) * 64;
+    const int first = column + (CODE_BITS == 8 ? t * 32 : (t & 1) * 64);
     return first >= columns ? 0 : first + 32 < columns ? ~0u : GROUP == 16 ? 0xffff : 255;
   }
   DEVICE void read1_half(Rows* rows, int half, int block) const {

@@ -43,7 +43,7 @@ struct Multiplier {
         store_shared_float(at, first[0] + second[0]);
         store_shared_float(at + 32, first[2] + second[2]);
       }
-      if (COLUMNS > 1 && odd) {
+      if (odd) {
         store_shared_float(at + 64, first[1] + second[1]);
         store_shared_float(at + 96, first[3] + second[3]);
       }

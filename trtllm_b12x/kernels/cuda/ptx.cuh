@@ -33,6 +33,7 @@ DEVICE u32 time_in_ms() {
 }
 // Makes a value be computed once and kept in a register: ptxas would rather compute it at every use.
 DEVICE void keep(u32& value) { asm volatile("" : "+r"(value)); }
+DEVICE void keep(const u8*& value) { asm volatile("" : "+l"(value)); }
 
 // ---- barriers
 // Barrier number `id` of the block for `threads` threads. Number 0 is __syncthreads().

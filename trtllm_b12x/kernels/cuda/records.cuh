@@ -100,7 +100,7 @@ struct Shared {
   // mbarriers: of each buffer of sums, of the end, of each entry.
   static constexpr int FULL = 0, EMPTY = BUFFERS, ENDED = 2 * BUFFERS, PUBLISHED = ENDED + 1;
   static constexpr int GIVEN_BACK = PUBLISHED + ENTRIES, BARRIERS = GIVEN_BACK + ENTRIES;
-  DEVICE static int arrivals(int i) { return i < EMPTY ? WARPS : i == ENDED || i >= GIVEN_BACK ? READERS : 1; }
+  DEVICE static int arrivals(int i) { return i < EMPTY ? WARPS : i == ENDED ? WARPS : i >= GIVEN_BACK ? READERS : 1; }
   DEVICE u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
   DEVICE u32 full(int buffer) const { return barrier(FULL + buffer); }
   DEVICE u32 empty(int buffer) const { return barrier(EMPTY + buffer); }

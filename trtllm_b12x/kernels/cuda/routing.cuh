@@ -8,11 +8,15 @@ DEVICE int local_expert(const Layer& layer, long long id) {
   const long long local = id - layer.first;
   return local >= 0 && local < EXPERTS ? (int)local : -1;
 }
+// Where the id of a route's expert lies.
+DEVICE const u8* id_of(const Call& call, u32 route) { return (const u8*)call.ids + route * (call.wide_ids ? 8 : 4); }
+DEVICE int local_expert_at(const Layer& layer, const u8* id, bool wide) {
+  return local_expert(layer, wide ? *(const long long*)id : (long long)*(const int*)id);
+}
 // Returns the local number of a route's expert; -1 if it is another rank's, or none.
 DEVICE int expert_of(const Block& b, u32 route) {
   if (FROM_LOGITS) return (int)load_shared(b.shared.chosen() + route * 4);
-  return local_expert(
-      b.layer, b.call.wide_ids ? ((const long long*)b.call.ids)[route] : (long long)((const int*)b.call.ids)[route]);
+  return local_expert_at(b.layer, id_of(b.call, route), b.call.wide_ids);
 }
 DEVICE float weight_of(const Block& b, u32 route) {
   if (FROM_LOGITS) return load_shared_float(b.shared.weights() + route * 4);
@@ -65,7 +69,7 @@ struct TokenRoutes {
         store_shared_16(b.shared.unit(slot * UNITS2 + i),
                         make_uint4(codes + i * UNIT_BLOCKS * CODE_BITS, scales + i * UNIT_BLOCKS * BLOCK_SCALES, 0,
                                    (route * BLOCKS2 + i * UNIT_BLOCKS) * 256));
-      if (MAX_TOKENS > 1) atomicOr(&b.shared.hit()[expert >> 5], 1u << (expert & 31));
+      if (!ONE_TOKEN) atomicOr(&b.shared.hit()[expert >> 5], 1u << (expert & 31));
     }
     if (b.lane == 0) b.shared.valid()[token] = __popc(local);
   }

@@ -25,8 +25,9 @@
 // unit of a task moves its place for weights past it first. A warp that adds gives an entry back when it has read it.
 // So who waits for an entry waits for earlier tasks of its own block, and those never wait for it.
 //
-// Errors. The warp that takes tasks stays until the other warps of its block have ended. If they do not end within
-// SPIN_SECONDS, it writes the number of tokens to host memory and traps. So a launch ends even if a rule is wrong.
+// Errors. The warp that takes tasks stays until the warps that multiply have ended; those that add then wait for
+// nothing any more. If they do not end within SPIN_SECONDS, it writes the number of tokens to host memory and traps. So
+// a launch ends even if a rule is wrong.
 #pragma once
 #include "weights.cuh"
 

@@ -54,7 +54,6 @@ struct Adder {
                              1);
       }
     }
-    if (b.lane == 0) barrier_arrive(b.shared.ended());
   }
 
   // A part of a tile of FC1: h of 8 rows (16 without a gate) for each route of the slot or group.
@@ -116,7 +115,7 @@ struct Adder {
       for (int word = 0; word < ROUTE_WORDS; word++)
         for (u32 left = word ? b.shared.masks()[slot * ROUTE_WORDS + word] : first_routes; left; left &= left - 1) {
           const int route = word * 32 + __ffs(left) - 1;
-          finish(route, total(MAX_TOKENS == 1 ? 0 : route / TOP_K, SPLIT1, COLUMNS), b.lane < 16);
+          finish(route, total(ONE_TOKEN ? 0 : route / TOP_K, SPLIT1, COLUMNS), b.lane < 16);
         }
     }
   }

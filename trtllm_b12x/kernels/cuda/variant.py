@@ -158,14 +158,15 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
     adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
     buffers = adders if tokens > 2 else 2 * adders
     entries, tiles = 8 if tokens == 1 else 16, max(parts * times, parts2)
-    one = tokens == 1 and bits == 4  # MXFP8 is not faster by it: 19.1 and 18.6 us of Qwen3-30B-A3B on an H100
-    narrow = one and g.stored_hidden < 16 * _TASKS  # FC2 has few tiles of 16 rows: of 8, then
-    units = -(-g.intermediate_size // (256 if narrow else 128)) if one else 0  # of a route in FC2
+    narrow = tokens == 1 and bits == 4 and g.stored_hidden < 16 * _TASKS  # FC2 has few tiles of 16 rows: of 8, then
+    units = -(-g.intermediate_size // (256 if narrow else 128)) if tokens == 1 else 0  # of a route in FC2
     # Halves of a stage of FC1 and of FC2, stages of FC1 on their way, halves of a warp's ring.
     choices = [(2, 2, 2, 4), (1, 1, 4, 4), (1, 1, 3, 3), (1, 1, 2, 2)]
-    if one:  # one stage on its way: each request waits for less
+    if tokens == 1:  # one stage on its way: each request waits for less
         tall = g.top_k * g.intermediate_size >= (16 if g.gated else 32) * _TASKS
         choices = [(2, 1, 1, 4), (2, 1, 1, 2)] if tall else [(1, 1, 2, 4), (1, 1, 2, 2)]
+        if bits == 8:
+            del choices[0]
     elif bits == 8 or tokens * g.stored_hidden < 32 * _TASKS:
         del choices[0]
     for chosen in choices:
@@ -202,7 +203,6 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         "ADDERS": adders,
         "ENTRIES": entries,
         "NARROW": int(narrow),
-        "ONE_TOKEN": int(one),
         "MOST_BLOCKS": MOST_BLOCKS,
         "SPIN_SECONDS": SPIN_SECONDS,
         "SUBNORMALS": int(subnormals),
