@@ -122,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < MOST_A_LANE; i++)
       if (lane + 32 * i == at) v[i] = none;
   }
-  const float share = lane < fixed.top_k ? __expf(chosen - __shfl_sync(~0u, chosen, 0)) : 0.f;
+  const float highest = __shfl_sync(~0u, chosen, 0);
+  const float share = lane < fixed.top_k ? __expf(chosen - highest) : 0.f;
   const float all = sum_of_warp(share);
   if (lane >= fixed.top_k) return;
   call.ids[token * fixed.top_k + lane] = expert;
