@@ -244,13 +244,15 @@ def kernel_on_cpu(
     first_expert: int = 0,
     changed: Mapping[str, str] | None = None,
     main: str = MAIN,
+    capacity: int = TOKENS[-1],
 ) -> CudaKernel:
     """Return a bound kernel whose launches run on the emulator in so many blocks. Call ``stand_in`` before it runs.
 
-    ``changed``: files of the kernel's source by name, in place of the package's. ``main``: see ``library``.
+    ``changed``: files of the kernel's source by name, in place of the package's. ``main``: see ``library``. ``capacity``: the
+    most tokens of a call.
     """
     kernel = kind(Card(blocks, 228 << 10, 90))
-    kernel.describe(geometry, TOKENS[-1], torch.device("cuda"))
+    kernel.describe(geometry, capacity, torch.device("cuda"))
     kernel.device = torch.device("cpu")
     functions: dict[int, Any] = {each.tokens: Function({**each.files(), **(changed or {})}, main) for each in kernel.variants()}
     kernel._plan = LaunchPlan(functions, _Sizes(functions))

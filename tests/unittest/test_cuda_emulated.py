@@ -187,6 +187,18 @@ def test_one_token(name: str, subnormals: bool) -> None:
         assert torch.equal(one_token(geometry, blocks, subnormals).run(call), first), machine.order
 
 
+@pytest.mark.parametrize("capacity", [1, 3, 6])
+def test_a_layer_for_few_tokens(capacity: int) -> None:
+    """Its self-test is that of the calls that it may get."""
+    geometry = LAYERS["NVFP4"]
+    kind: Any = KERNELS["cuda", geometry.format][0]
+    kernel = emulator.kernel_on_cpu(kind, geometry, weights_of(geometry), 5, capacity=capacity)
+    results = kernel._test()
+    assert results
+    assert all(result.passed for result in results), results
+    assert max(result.case.tokens for result in results if result.case.kernel == "cuda") == capacity
+
+
 def test_one_token_of_a_narrow_layer() -> None:
     """FC2's tasks are 8 rows, and its units 256 columns, of which the last ones have fewer."""
     geometry = ONE_TOKEN["many units"]

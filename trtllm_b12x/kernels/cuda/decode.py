@@ -149,13 +149,13 @@ class CudaKernel(OwnKernel):
 
     @property
     def _most_apart(self) -> int:
-        return max((tokens for tokens in self._plan.functions if tokens != TOKENS[-1]), default=0)
+        return min(self.capacity, max((tokens for tokens in self._plan.functions if tokens != TOKENS[-1]), default=0))
 
     def _test(self) -> list[SelfTestResult] | None:
         tested = {tokens: [self] for tokens in TOKENS if tokens <= self.capacity}
         for kernel in self.forms().values():
             if kernel.gathers:
-                tested[self._most_apart].append(kernel)
+                tested.setdefault(self._most_apart, [self]).append(kernel)
         return run_quick_self_test(self, self.reference(), self.first_expert, tested)
 
     def serves(self, tokens: int) -> bool:
