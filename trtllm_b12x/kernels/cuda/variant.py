@@ -133,10 +133,10 @@ def _most_apart(g: Geometry) -> int:
     """Return the largest call whose tokens are the columns of every product; larger ones gather.
 
     Measured on an H100: gathering is faster where a warp has several blocks of columns, or a token many experts (Nemotron-3-Super
-    at 8 tokens 202 and 228 us, gemma-4-26B-A4B in MXFP8 130 and 142, MiniMax-M3 at 4 tokens 50 and 61, Qwen3-30B-A3B at 8 tokens
-    64 and 60).
+    at 8 tokens 202 and 228 us, but at 4 113 and 101, gemma-4-26B-A4B in MXFP8 130 and 142, MiniMax-M3 at 4 tokens 50 and 61,
+    Qwen3-30B-A3B at 8 tokens 64 and 60).
     """
-    return 1 if g.top_k > 16 or g.stored_hidden > 32 * 128 else 4 if g.stored_hidden > 16 * 128 else _COLUMNS
+    return 1 if g.stored_hidden > 32 * 128 else 4 if g.stored_hidden > 16 * 128 or g.top_k > 16 else _COLUMNS
 
 
 def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subnormals: bool) -> Variant | None:
@@ -166,7 +166,7 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         tall = g.top_k * g.intermediate_size >= (16 if g.gated else 32) * _TASKS
         choices = [(2, 1, 1, 4), (2, 1, 1, 2)] if tall else [(1, 1, 2, 4), (1, 1, 2, 2)]
         if bits == 8:
-            del choices[0]
+            choices = [(1, 1, 1, 2)]
     elif bits == 8 or tokens * g.stored_hidden < 32 * _TASKS:
         del choices[0]
     for chosen in choices:
