@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   else if (!ONE_TOKEN)
     slots = routes.number_slots(block);
   routes.mark(block);
-  if (!ONE_TOKEN || FROM_LOGITS)
+  if (!ONE_TOKEN)
     __syncthreads();
   else if (warp >= WARPS)
     named_barrier<1, (ADDERS + 1) * 32>();
@@ -126,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     one.run();
   } else {
     Multiplier multiplier(block, inputs);
-    multiplier.stages.begin();
-    routes.store_factor(block);
+    multiplier.begin();
+    if (!GATHER) routes.store_factor(block);
     multiplier.run();
   }
 }

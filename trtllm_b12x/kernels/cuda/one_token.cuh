@@ -174,8 +174,9 @@ struct OneToken {
       }
     }
     hand_over<HALVES1>(rows);
-    // Behind the products, which other blocks wait for; and one while weights of FC1 are on their way.
-    stages.fill_phase<FC2>(stages.waiting == 0 ? TOP_K * UNITS2 : 1);
+    // Behind the products, which other blocks wait for; and but one while weights of FC1 are on their way, unless those
+    // are the second task's.
+    stages.fill_phase<FC2>(stages.waiting == 0 || number == 0 ? TOP_K * UNITS2 : 1);
     end_task();
   }
 
@@ -252,22 +253,22 @@ struct OneToken {
     id = id_of(b.call, b.lane), wide = b.call.wide_ids;
     keep(id), keep(wide);
   }
-  // Asks for x, and for the first weights straight from the ids: shared memory would have them later.
+  // Asks for x, and for the first weights straight from the ids or logits: shared memory would have them later.
   DEVICE void begin() {
     int expert = -1;
-    if (!FROM_LOGITS && b.lane < TOP_K) expert = local_expert_at(b.layer, id, wide);
-    load_x();
-    if (FROM_LOGITS) return;
+    if (FROM_LOGITS) {
+      load_x();
+      const u32 choice = choose(b, 0);
+      if (b.lane < TOP_K) expert = local_expert(b.layer, choice);
+    } else {
+      if (b.lane < TOP_K) expert = local_expert_at(b.layer, id, wide);
+      load_x();
+    }
     const u32 local = __ballot_sync(~0u, expert >= 0);
     const int place = __popc(local & ((1u << b.lane) - 1));
     stages.ask_first([&](int slot) { return __reduce_max_sync(~0u, place == slot ? expert : -1); });
   }
   DEVICE void run() {
-    if (FROM_LOGITS) {
-      const int slots = b.shared.valid()[0];
-      stages.ask_first(
-          [&](int slot) { return slot < slots ? (int)Slot{load_shared(b.shared.slots() + slot * 4)}.expert() : -1; });
-    }
     UNROLL
     for (int i = 0; i < BLOCKS_A_WARP; i++) arrange(x[i]);
     kind_of(b, 0);  // behind it, routes are known

@@ -225,8 +225,11 @@ struct Multiplier {
     end_task();
   }
 
-  DEVICE void run() {
+  DEVICE void begin() {
+    stages.begin();
     stages.fill<Stages::FIRST_TASK>();
+  }
+  DEVICE void run() {
     if (GATHER) {
       while (current() == FC1) {
         if constexpr (RESIDENT)

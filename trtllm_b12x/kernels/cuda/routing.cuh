@@ -23,13 +23,14 @@ DEVICE float weight_of(const Block& b, u32 route) {
   return b.call.weight_type ? from_bf16(((const u16*)b.call.router_weights)[route])
                             : ((const float*)b.call.router_weights)[route];
 }
-// Chooses the experts of a token, for `expert_of` and `weight_of`.
+// GATHER: chooses the experts of a token, for `expert_of` and `weight_of`.
 DEVICE void choose_routes(const Block& b, int token) {
-  const Choice choice = choose(b, token);
+  const u32 expert = choose(b, token);
+  const float weight = weight_of_choice(b, token, expert);
   if (b.lane >= TOP_K) return;
   const int route = token * TOP_K + b.lane;
-  store_shared(b.shared.chosen() + route * 4, local_expert(b.layer, choice.expert));
-  store_shared_float(b.shared.weights() + route * 4, choice.weight);
+  store_shared(b.shared.chosen() + route * 4, local_expert(b.layer, expert));
+  store_shared_float(b.shared.weights() + route * 4, weight);
 }
 // What NVFP4 multiplies FC2's products of an expert by.
 DEVICE float scale2_of(const Layer& layer, int expert) {
@@ -40,27 +41,27 @@ DEVICE float scale2_of(const Layer& layer, int expert) {
 // ONE_TOKEN are read by a warp that adds.
 struct TokenRoutes {
   int token;
-  int expert = -1;    // of this lane's route, if it is local
-  int slot = 0;       // place of the route among all; after `number_slots` the number of its expert among those hit
+  int expert = -1;  // of this lane's route, if it is local
+  int slot = 0;     // place of the route among all; after `number_slots` the number of its expert among those hit
+  u32 choice = 0;   // FROM_LOGITS: its expert's global number
+  float weight = 0;
   u32 factor_at = 0;  // where its factor goes
-  float factor = 0;
 
   DEVICE explicit TokenRoutes(const Block& b) : token(ONE_TOKEN ? b.warp - WARPS - 1 : b.warp) {}
 
   DEVICE void read(const Block& b) {
     if ((u32)token >= (u32)b.call.tokens) return;
     const int route = token * TOP_K + b.lane;
-    float weight = 0;
-    if (FROM_LOGITS) choose_routes(b, token);
-    if (b.lane < TOP_K) {
+    if (FROM_LOGITS) {
+      choice = choose(b, token);
+      if (b.lane < TOP_K) expert = local_expert(b.layer, choice);
+    } else if (b.lane < TOP_K) {
       expert = expert_of(b, route);
       weight = weight_of(b, route);
     }
     const u32 local = __ballot_sync(~0u, expert >= 0);
     slot = token * TOP_K + __popc(local & ((1u << b.lane) - 1));
     if (expert >= 0) {
-      factor = weight;
-      if (GROUP == 16) factor *= scale2_of(b.layer, expert);
       const u32 at = b.shared.routes() + slot * 16;
       const u32 codes = expert * (EXPERT_CODES2 / 16), scales = expert * (EXPERT_SCALES2 / 2);
       factor_at = at + ROUTE_FACTOR;
@@ -90,15 +91,21 @@ struct TokenRoutes {
     atomicOr(b.shared.slot_words() + slot, Slot::make(expert, token));
     atomicOr(&b.shared.masks()[slot * ROUTE_WORDS + (route >> 5)], 1u << (route & 31));
   }
-  // It may be late: FC2 waits for it.
-  DEVICE void store_factor(const Block& b) const {
-    if (!ONE_TOKEN) {
-      if (factor_at) store_shared_float(factor_at, factor);
-      return;
+  // It may be late: FC2 waits for it. What it loads would keep the first weights waiting.
+  DEVICE void store_factor(const Block& b) {
+    if ((u32)token >= (u32)b.call.tokens) return;
+    if (FROM_LOGITS) {
+      weight = weight_of_choice(b, token, choice);
+      if (b.lane < TOP_K) store_shared_float(b.shared.weights() + (token * TOP_K + b.lane) * 4, weight);
     }
-    if (token != 0) return;
-    for (int i = 0; expert >= 0 && i < UNITS2; i++)
-      store_shared_float(b.shared.unit(slot * UNITS2 + i) + UNIT_FACTOR, factor);
+    if (expert >= 0) {
+      const float factor = GROUP == 16 ? weight * scale2_of(b.layer, expert) : weight;
+      if (ONE_TOKEN)
+        for (int i = 0; i < UNITS2; i++) store_shared_float(b.shared.unit(slot * UNITS2 + i) + UNIT_FACTOR, factor);
+      else
+        store_shared_float(factor_at, factor);
+    }
+    if (!ONE_TOKEN) return;
     __syncwarp();
     if (b.lane == 0) release_shared(b.shared.factors(), 1);
   }

@@ -11,13 +11,7 @@ constexpr int SOFTMAX = 0, SIGMOID = 1;  // values of SCORING; else SIGMOID_TANH
 constexpr int LANE_EXPERTS = (ALL_EXPERTS + 31) / 32;
 static_assert(ALL_EXPERTS <= 512, "a lane compares at most 16 experts");
 static_assert(!FROM_LOGITS || TOP_K <= ALL_EXPERTS, "a token cannot have more routes than there are experts");
-
 static_assert(!FROM_LOGITS || SCORING != SOFTMAX || !ROUTER_BIAS, "the first choice has the highest logit");
-
-struct Choice {
-  int expert;  // global
-  float weight;
-};
 
 DEVICE float logit_at(const Call& call, int token, int expert) {
   const u64 i = (u64)token * ALL_EXPERTS + expert;
@@ -33,9 +27,9 @@ DEVICE u32 ordered(float value) {
   return max(bits >> 31 ? ~bits : bits | 0x80000000u, 1u);
 }
 
-DEVICE Choice choose(const Block& b, int token) {
+// Returns the global number of the expert of route `lane`.
+DEVICE u32 choose(const Block& b, int token) {
   u32 keys[LANE_EXPERTS];  // 0: chosen, or no expert
-  float all = 0;           // SOFTMAX without RENORMALIZE: sum over all experts
   UNROLL
   for (int i = 0; i < LANE_EXPERTS; i++) {
     const int expert = i * 32 + b.lane;
@@ -46,7 +40,7 @@ DEVICE Choice choose(const Block& b, int token) {
       keys[i] = ordered(score);
     }
   }
-  Choice mine = {0, 0};
+  u32 mine = 0;
   ROLLED
   for (int route = 0; route < TOP_K; route++) {
     u32 best = 0, place = 0;
@@ -59,20 +53,24 @@ DEVICE Choice choose(const Block& b, int token) {
     const bool top = best == __reduce_max_sync(~0u, best);
     const u32 expert =
         HIGHER_FIRST ? __reduce_max_sync(~0u, top ? place : 0) : __reduce_min_sync(~0u, top ? place : ~0u);
-    if (b.lane == route) mine.expert = expert;
-    if ((expert & 31) == b.lane) UNROLL
+    if (b.lane == route) mine = expert;
+    UNROLL
     for (int i = 0; i < LANE_EXPERTS; i++)
-      if (i == expert >> 5) keys[i] = 0;
+      if (i * 32 + b.lane == expert) keys[i] = 0;
   }
+  return mine;
+}
+// Returns the router weight of this lane's route, whose expert is `expert`.
+DEVICE float weight_of_choice(const Block& b, int token, u32 expert) {
   const bool one = b.lane < TOP_K;
-  const float logit = one ? logit_at(b.call, token, mine.expert) : 0;
+  const float logit = one ? logit_at(b.call, token, expert) : 0;
+  float all = 0;  // SOFTMAX without RENORMALIZE: sum over all experts
   float score = score_of(logit);
   if (SCORING == SOFTMAX) {
     const float highest = __shfl_sync(~0u, logit, 0);
     score = expf(logit - highest);
     if (!RENORMALIZE)
-      for (int expert = b.lane; expert < ALL_EXPERTS; expert += 32)
-        all += expf(logit_at(b.call, token, expert) - highest);
+      for (int other = b.lane; other < ALL_EXPERTS; other += 32) all += expf(logit_at(b.call, token, other) - highest);
   }
   float sum = SCORING == SOFTMAX && !RENORMALIZE ? all : one ? score : 0;
   UNROLL
@@ -81,6 +79,5 @@ DEVICE Choice choose(const Block& b, int token) {
     score /= sum;
   else if (RENORMALIZE)
     score /= sum + 1e-20f;
-  mine.weight = score * ROUTING_FACTOR;
-  return mine;
+  return score * ROUTING_FACTOR;
 }

@@ -150,13 +150,14 @@ struct Adder {
     const int token = info.high();
     const int column = piece_row<PIECES2>(info.low(), NARROW ? 0 : 2 * sub + (row16 >> 3)) + (b.lane & 7);
     float bias = 0;
+    if (FROM_LOGITS) wait_full(buffer, parity);  // behind it, the weights of the routes are there
     if (BIAS && column < HIDDEN)
       for (int i = 0; i < (int)b.shared.valid()[token]; i++) {
         const u32 at = b.shared.routes() + (token * TOP_K + i) * 16;
         const u32 route = load_shared(at + ROUTE_NUMBER), expert = load_shared(at) / (u32)(EXPERT_CODES2 / 16);
         bias += weight_of(b, route) * bias_at(b.layer.bias2, (u64)expert * STORED_HIDDEN + column);
       }
-    wait_full(buffer, parity);
+    if (!FROM_LOGITS) wait_full(buffer, parity);
     const float sum = total(0, WARPS, 1) * FACTOR2 + bias;
     if (b.lane < (NARROW ? 8 : 16) && column < HIDDEN) b.call.out[(u64)token * HIDDEN + column] = to_output(sum);
   }
