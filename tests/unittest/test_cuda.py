@@ -30,7 +30,7 @@ from trtllm_b12x.kernels.warmup import CompileTask
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
 LAYERS: dict[str, tuple[type[CudaKernel], Geometry, int]] = {
     "Qwen3-30B-A3B NVFP4": (CudaKernel, QWEN3_30B, 8),
-    "Nemotron-3-Super NVFP4": (CudaKernel, Geometry(512, 22, 1024, 2688, "Relu2"), 1),
+    "Nemotron-3-Super NVFP4": (CudaKernel, Geometry(512, 22, 1024, 2688, "Relu2"), 4),
     "gpt-oss-like NVFP4 float16": (
         CudaKernel,
         Geometry(128, 4, 2880, 2880, "SwigluBias", torch.float16, bias=torch.float16),
@@ -55,8 +55,8 @@ LAYERS: dict[str, tuple[type[CudaKernel], Geometry, int]] = {
     ),
     "gemma-4-26B-A4B MXFP8": (CudaMXFP8Kernel, Geometry(128, 8, 2816, 704, "Geglu", format="MXFP8"), 4),
 }
-MOST_SPILLED = {"sm_90a": 120, "sm_120a": 64, "sm_121a": 64}
-"""Bytes of a thread. Spilled are lane constants and counters, which a task reads once."""
+MOST_SPILLED = {"sm_90a": 40, "sm_120a": 16, "sm_121a": 16}
+"""Bytes of a thread, in calls that gather: lane constants and counters, which a task reads once."""
 
 
 @pytest.mark.parametrize("target", ["sm_120a", *(pytest.param(name, marks=pytest.mark.all) for name in ("sm_90a", "sm_121a"))])
