@@ -172,7 +172,8 @@ def test_any_order(name: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "subnormals"), [*((name, True) for name in ONE_TOKEN), *((name, False) for name in ("NVFP4 float16", "MXFP4"))]
+    ("name", "subnormals"),
+    [*((name, True) for name in ONE_TOKEN), *((name, False) for name in ("NVFP4 float16", "MXFP4", "MXFP8"))],
 )
 def test_one_token(name: str, subnormals: bool) -> None:
     """A call of one token as wide layers take it, in any order, also on tensor cores that take subnormals as zeros."""

@@ -34,6 +34,8 @@ struct Stages {
                                              : 8 * SCALE_SLOT + (PAIR == 2 ? (GATE_ROW - UP_ROW) * ODD1 : 0);
   static constexpr u32 OTHER2 = !TILED_SCALES ? 8 * SCALE_SLOT : NARROW ? TILES_A_BLOCK * 8 * BYTES2 : 4;
 
+  static constexpr int ALL_UNITS = TOP_K * UNITS2;  // of FC2, of a token
+
   const Block& b;
   const int g, t, part, split1, own1, split2, own2;  // own: blocks of columns of this warp
   int waiting = 0;                                   // stages that are asked for and not used
@@ -264,9 +266,10 @@ struct Stages {
     known = tasks <= 0 ? 0 : min(ENTRIES - 1, (tasks - 1) / (int)gridDim.x + 1);
     units = units_of(0);
   }
-  // Asks for as many stages of a phase as there is room for, of tasks that are published.
+  // Asks for as many stages of a phase as there is room for, of tasks that are published; of a task of FC2 until `most`
+  // of its stages are asked for.
   template <int phase>
-  DEVICE void fill_phase(int most = TOP_K * UNITS2) {
+  DEVICE void fill_phase(int most = ALL_UNITS) {
     ROLLED
     while ((phase == FC1 ? waiting < STAGES1 : halves_in_use() + HALVES2 <= RING_HALVES && stage < most) &&
            is_published(b, number) && load_shared(b.shared.entry(number)) == phase) {

@@ -100,7 +100,7 @@ struct Shared {
   // mbarriers: of each buffer of sums, of the end, of each entry.
   static constexpr int FULL = 0, EMPTY = BUFFERS, ENDED = 2 * BUFFERS, PUBLISHED = ENDED + 1;
   static constexpr int GIVEN_BACK = PUBLISHED + ENTRIES, BARRIERS = GIVEN_BACK + ENTRIES;
-  DEVICE static int arrivals(int i) { return i < EMPTY ? WARPS : i == ENDED ? WARPS : i >= GIVEN_BACK ? READERS : 1; }
+  DEVICE static int arrivals(int i) { return i < EMPTY || i == ENDED ? WARPS : i >= GIVEN_BACK ? READERS : 1; }
   DEVICE u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
   DEVICE u32 full(int buffer) const { return barrier(FULL + buffer); }
   DEVICE u32 empty(int buffer) const { return barrier(EMPTY + buffer); }
@@ -120,7 +120,7 @@ struct Shared {
   DEVICE u32* masks() const { return (u32*)(memory + MASKS_AT); }  // routes of a slot, ROUTE_WORDS each
   DEVICE u32* hit() const { return (u32*)(memory + HIT_AT); }      // a bit for each expert
   DEVICE u32* valid() const { return (u32*)(memory + HIT_AT + EXPERT_WORDS * 4); }  // local routes of a token
-  // FROM_LOGITS: of each route the local expert, -1 for none, and the router weight.
+  // FROM_LOGITS: of each route the router weight, and in a call that gathers the local expert, -1 for none.
   DEVICE u32 chosen() const { return base + CHOSEN_AT; }
   DEVICE u32 weights() const { return base + WEIGHTS_AT; }
   // A call that gathers.
