@@ -94,6 +94,7 @@ class Role:
         self.launch, self.here, self.ahead, self.resident, self.block, self.warp = launch, here, ahead, resident, block, warp
         self.without, self.gathers = launch.without, len(launch.tasks) > SUM
         self.single = self.gathers or "tickets" in launch.without  # a ticket is a task
+        self.beside = len(launch.routes) > 1 and not self.single  # a virtual block's tasks of FC2 follow one another
         at, ring, buffers = ENTRIES + launch.entries, launch.entries, launch.buffers
         readers = launch.warps + launch.adders * ("adders arrive" not in launch.without)
         self.ends = [sum(launch.tasks[: phase + 1]) for phase in range(len(launch.tasks))]
@@ -135,7 +136,7 @@ class TakesTickets(Role):
                 block[ENTRIES + own[NUMBER] % self.launch.entries] = own[TASK]
                 self.published.arrive(block, own[NUMBER])
                 own[NUMBER] += 1
-            own[TASK] += blocks
+            own[TASK] += 1 if self.kind(own[TASK]) == FC2 and self.beside else blocks
             if own[TASK] >= own[TASKS_END]:
                 kind = self.kind(own[TASKS_END] - 1)
                 own[AT] = LAST if kind == len(self.ends) else POLL
@@ -179,7 +180,9 @@ class TakesTickets(Role):
         elif ticket < blocks:
             own[TASK], own[TASKS_END] = ticket, fc1
         elif len(own) > HELD_AT:
-            own[TASK], own[TASKS_END] = fc1 + blocks - 1 - own.pop(HELD_AT), fc2
+            place, (each, more) = blocks - 1 - own.pop(HELD_AT), divmod(fc2 - fc1, blocks)
+            first = fc1 + place * each + min(place, more)
+            own[TASK], own[TASKS_END] = (first, first + each + (place < more)) if self.beside else (fc1 + place, fc2)
 
 
 class Multiplies(Role):
@@ -191,7 +194,7 @@ class Multiplies(Role):
         return block[ENTRIES + number % self.launch.entries] if self.published.passed(block, number) else None
 
     def units(self, task: int) -> int:
-        routes = self.launch.routes[task % len(self.launch.routes)]
+        routes = self.launch.routes[max(0, task - self.ends[FC1]) * len(self.launch.routes) // self.launch.tasks[FC2]]
         return 1 if self.gathers or task < self.ends[FC1] else -(-max(0, routes - self.warp) // self.launch.warps)
 
     def ask(self, block: Words, own: Words) -> bool:

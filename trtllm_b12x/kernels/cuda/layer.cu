@@ -22,8 +22,9 @@
 //     schedule.cuh   virtual blocks, tickets, entries: the protocol, and why every launch ends
 //     pipeline.cuh   a warp's stages of weights
 //     inputs.cuh     x and h in registers
-//     products.cuh   the warps that multiply
-//     one_token.cuh  those of a call of one token
+//     token.cuh      a warp that multiplies; FC2 by slices of columns
+//     products.cuh   calls of several tokens
+//     one_token.cuh  a call of one token
 //     sums.cuh       the warps that add
 #include "one_token.cuh"
 #include "products.cuh"
@@ -52,7 +53,7 @@ DEVICE void set_up(const Block& b) {
   if (threadIdx.x == 0) store_shared(shared.factors(), 0);
   if (GATHER) {
     clear<MAX_TOKENS>(shared.held());
-    clear_counts(b);
+    clear<(COUNTERS * EXPERTS + 1) / 2>(shared.base);
   } else {
     clear<ROUTES * (1 + ROUTE_WORDS) + EXPERT_WORDS>(shared.slots());  // and masks, and bits of experts
   }

@@ -5,17 +5,17 @@
 
 constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
 
-// ONE_TOKEN: FP4 goes to the tensor cores as it lies in bfloat16's bits, a subnormal that is 2^-126 times as large.
-// x and h are 2^60 times as large: so products are numbers of float32 unless they are below 2^-60. |x| or |h| of 2^68
-// or more becomes infinite, and sums infinite or NaN. In float16 FP4 is 2^-14 times as large, and x stays. Block scales
-// multiply sums, in float32. Without SUBNORMALS the tensor cores take subnormals as zeros: codes are made 2^126 times
-// as large first, and x and h stay.
+// ONE_TOKEN, and FC2 by SLICES2: FP4 goes to the tensor cores as it lies in bfloat16's bits, a subnormal that is 2^-126
+// times as large. x and h are 2^60 times as large: so products are numbers of float32 unless they are below 2^-60. |x|
+// or |h| of 2^68 or more becomes infinite, and sums infinite or NaN. In float16 FP4 is 2^-14 times as large, and x
+// stays. Block scales multiply sums, in float32. Without SUBNORMALS the tensor cores take subnormals as zeros: codes
+// are made 2^126 times as large first, and x and h stay.
 constexpr bool RAW_X = FLOAT16 || !SUBNORMALS;
-constexpr u32 TWO_TO_60 = 0x5d805d80u, TWO_TO_126 = 0x7e807e80u;  // pairs
+constexpr u32 ONES = 0x3f803f80u, TWO_TO_60 = 0x5d805d80u, TWO_TO_120 = 0x7b807b80u, TWO_TO_126 = 0x7e807e80u;  // pairs
 // What sums of FC1 and of FC2 are multiplied by, and h when it is stored.
-constexpr float FACTOR2 = !ONE_TOKEN ? CODE_FACTOR : !SUBNORMALS ? 1.f : CODE_BITS == 4 ? 0x1p66f : 0x1p60f;
-constexpr float FACTOR1 = ONE_TOKEN && FLOAT16 ? 0x1p14f : FACTOR2;
-constexpr float H_FACTOR = ONE_TOKEN && SUBNORMALS ? 0x1p60f : 1.f;
+constexpr float FACTOR2 = !SLICES2 ? CODE_FACTOR : !SUBNORMALS ? 1.f : CODE_BITS == 4 ? 0x1p66f : 0x1p60f;
+constexpr float FACTOR1 = !ONE_TOKEN ? CODE_FACTOR : FLOAT16 ? 0x1p14f : FACTOR2;
+constexpr float H_FACTOR = SLICES2 && SUBNORMALS ? 0x1p60f : 1.f;
 
 // A block scale as a pair, and what to add: NaN if the scale is E8M0's NaN, else minus 0. In bfloat16 FP4's is 2^118
 // times as large.
@@ -30,16 +30,13 @@ DEVICE void from_e4m3x2(u32 bytes, float& first, float& second) {
   first = from_f16((u16)halves);
   second = from_f16((u16)(halves >> 16));
 }
-// The first or the second of two E4M3.
+// The first or the second of two E4M3. In float16 FP4's codes are 2^-14 times as large, and shall be 2^-8: the scale is
+// 64 (0x5400) times as large.
+template <bool float16>
 DEVICE Scale nvfp4_scale(u32 bytes, bool second) {
-  float scales[2];
-  from_e4m3x2(bytes, scales[0], scales[1]);
-  return {to_bf16x2((second ? scales[1] : scales[0]) * 0x1p118f), MINUS_ZEROS};
-}
-// In float16 FP4's codes are 2^-14 times as large, and shall be 2^-8: the scale is 64 (0x5400) times as large.
-DEVICE Scale nvfp4_scale_f16(u32 bytes, bool second) {
   const u32 halves = e4m3x2_to_f16x2(bytes);
-  return {mul_f16x2(__byte_perm(halves, halves, second ? 0x3232 : 0x1010), 0x54005400u), 0};
+  if (float16) return {mul_f16x2(__byte_perm(halves, halves, second ? 0x3232 : 0x1010), 0x54005400u), 0};
+  return {to_bf16x2(from_f16((u16)(second ? halves >> 16 : halves)) * 0x1p118f), MINUS_ZEROS};
 }
 // E8M0. 255 is NaN, and 0 is 2^-127: a subnormal.
 DEVICE Scale mx_scale(u32 byte) {
@@ -47,27 +44,33 @@ DEVICE Scale mx_scale(u32 byte) {
   return {pair, fma_bf16x2(pair, MINUS_ZEROS, MINUS_ZEROS)};
 }
 
-// Eight codes of FP4, 4 bits each, to the pairs (k, k + 4). The multiplications move sign and value of two codes at
-// once.
-DEVICE void decode4(u32 word, const Scale& scale, u32* pairs) {
+// Eight codes of FP4, 4 bits each, to the pairs (k, k + 4), as they lie in a number's bits. In bfloat16 the
+// multiplications move sign and value of two codes at once.
+template <bool float16>
+DEVICE void codes4(u32 word, u32* pairs) {
   const u32 high = word >> 8;
-  pairs[0] = fma_bf16x2((word & 0x000f000f) * 0x1040 & 0x81c081c0, scale.pair, scale.added);
-  pairs[1] = fma_bf16x2((word & 0x00f000f0) * 0x0104 & 0x81c081c0, scale.pair, scale.added);
-  pairs[2] = fma_bf16x2((high & 0x000f000f) * 0x1040 & 0x81c081c0, scale.pair, scale.added);
-  pairs[3] = fma_bf16x2((high & 0x00f000f0) * 0x0104 & 0x81c081c0, scale.pair, scale.added);
+  pairs[0] =
+      float16 ? (word << 12 & MINUS_ZEROS) | (word << 9 & 0x0e000e00) : (word & 0x000f000f) * 0x1040 & 0x81c081c0;
+  pairs[1] = float16 ? (word << 8 & MINUS_ZEROS) | (word << 5 & 0x0e000e00) : (word & 0x00f000f0) * 0x0104 & 0x81c081c0;
+  pairs[2] = float16 ? (word << 4 & MINUS_ZEROS) | (word << 1 & 0x0e000e00) : (high & 0x000f000f) * 0x1040 & 0x81c081c0;
+  pairs[3] = float16 ? (word & MINUS_ZEROS) | (word >> 3 & 0x0e000e00) : (high & 0x00f000f0) * 0x0104 & 0x81c081c0;
 }
-DEVICE void decode4_f16(u32 word, const Scale& scale, u32* pairs) {
-  pairs[0] = mul_f16x2((word << 12 & MINUS_ZEROS) | (word << 9 & 0x0e000e00), scale.pair);
-  pairs[1] = mul_f16x2((word << 8 & MINUS_ZEROS) | (word << 5 & 0x0e000e00), scale.pair);
-  pairs[2] = mul_f16x2((word << 4 & MINUS_ZEROS) | (word << 1 & 0x0e000e00), scale.pair);
-  pairs[3] = mul_f16x2((word & MINUS_ZEROS) | (word >> 3 & 0x0e000e00), scale.pair);
+template <bool float16>
+DEVICE void decode4(u32 word, const Scale& scale, u32* pairs) {
+  codes4<float16>(word, pairs);
+  UNROLL
+  for (int i = 0; i < 4; i++)
+    pairs[i] = float16 ? mul_f16x2(pairs[i], scale.pair) : fma_bf16x2(pairs[i], scale.pair, scale.added);
 }
-// Four codes of FP8 to the pairs (k, k + 2). 0x7b80 is 2^120: E4M3 in bfloat16's bits is 2^-120 times as large.
+// Four codes of FP8 to the pairs (k, k + 2): E4M3 in bfloat16's bits is 2^-120 times as large.
+DEVICE void codes8(u32 word, u32* pairs) {
+  pairs[0] = (word << 8 & MINUS_ZEROS) | (word << 4 & 0x07f007f0);
+  pairs[1] = (word & MINUS_ZEROS) | (word >> 4 & 0x07f007f0);
+}
 DEVICE void decode8(u32 word, const Scale& scale, u32* pairs) {
-  const u32 first = (word << 8 & MINUS_ZEROS) | (word << 4 & 0x07f007f0),
-            second = (word & MINUS_ZEROS) | (word >> 4 & 0x07f007f0);
-  pairs[0] = fma_bf16x2(fma_bf16x2(first, 0x7b807b80u, MINUS_ZEROS), scale.pair, scale.added);
-  pairs[1] = fma_bf16x2(fma_bf16x2(second, 0x7b807b80u, MINUS_ZEROS), scale.pair, scale.added);
+  codes8(word, pairs);
+  pairs[0] = fma_bf16x2(fma_bf16x2(pairs[0], TWO_TO_120, MINUS_ZEROS), scale.pair, scale.added);
+  pairs[1] = fma_bf16x2(fma_bf16x2(pairs[1], TWO_TO_120, MINUS_ZEROS), scale.pair, scale.added);
 }
 
 // A lane has 32 of the 128 columns of a block, eight at a time: in FP4 32t .. 32t + 31; in FP8 16t .. 16t + 15 and 64
@@ -76,32 +79,15 @@ DEVICE void decode8(u32 word, const Scale& scale, u32* pairs) {
 DEVICE int column8(int t, int i) { return CODE_BITS == 4 ? 32 * t + 8 * i : (i >> 1) * 64 + 16 * t + 8 * (i & 1); }
 DEVICE int column16(int t, int j) { return CODE_BITS == 4 ? 32 * t : 64 * j + 16 * t; }
 
-// ONE_TOKEN: eight codes as they are, to the pairs of `decode4`.
+// Codes as they are, for SLICES2.
 template <bool float16>
 DEVICE void raw4(u32 word, u32* pairs) {
-  if (float16) {
-    pairs[0] = (word << 12 & MINUS_ZEROS) | (word << 9 & 0x0e000e00);
-    pairs[1] = (word << 8 & MINUS_ZEROS) | (word << 5 & 0x0e000e00);
-    pairs[2] = (word << 4 & MINUS_ZEROS) | (word << 1 & 0x0e000e00);
-    pairs[3] = (word & MINUS_ZEROS) | (word >> 3 & 0x0e000e00);
-    return;
-  }
-  const u32 high = word >> 8;
-  pairs[0] = (word & 0x000f000f) * 0x1040 & 0x81c081c0;
-  pairs[1] = (word & 0x00f000f0) * 0x0104 & 0x81c081c0;
-  pairs[2] = (high & 0x000f000f) * 0x1040 & 0x81c081c0;
-  pairs[3] = (high & 0x00f000f0) * 0x0104 & 0x81c081c0;
-  if (SUBNORMALS) return;
-  UNROLL
-  for (int i = 0; i < 4; i++) pairs[i] = fma_bf16x2(pairs[i], TWO_TO_126, MINUS_ZEROS);
+  if (float16 || SUBNORMALS) return codes4<float16>(word, pairs);
+  decode4<false>(word, {TWO_TO_126, MINUS_ZEROS}, pairs);
 }
-// ONE_TOKEN: four codes of FP8 as they are, 2^-120 times as large, to the pairs of `decode8`.
 DEVICE void raw8(u32 word, u32* pairs) {
-  pairs[0] = (word << 8 & MINUS_ZEROS) | (word << 4 & 0x07f007f0);
-  pairs[1] = (word & MINUS_ZEROS) | (word >> 4 & 0x07f007f0);
-  if (SUBNORMALS) return;
-  UNROLL
-  for (int i = 0; i < 2; i++) pairs[i] = fma_bf16x2(pairs[i], 0x7b807b80u, MINUS_ZEROS);
+  if (SUBNORMALS) return codes8(word, pairs);
+  decode8(word, {ONES, MINUS_ZEROS}, pairs);
 }
 // Two block scales in float32: E4M3, or E8M0, where 255 is NaN and 0 is 2^-127, a subnormal.
 DEVICE void scales_of(u32 bytes, float& first, float& second) {
@@ -122,13 +108,7 @@ DEVICE void decode_part(const Rows& rows, int i, u32* pairs) {
   const uint4& codes = rows.codes[LOADS == 2 ? i >> 1 : 0];
   if (CODE_BITS == 4) {
     const u32 word = i == 0 ? codes.x : i == 1 ? codes.y : i == 2 ? codes.z : codes.w;
-    const Scale scale = GROUP == 32 ? mx_scale(rows.scales)
-                        : float16   ? nvfp4_scale_f16(rows.scales, i > 1)
-                                    : nvfp4_scale(rows.scales, i > 1);
-    if (float16)
-      decode4_f16(word, scale, pairs);
-    else
-      decode4(word, scale, pairs);
+    decode4<float16>(word, GROUP == 32 ? mx_scale(rows.scales) : nvfp4_scale<float16>(rows.scales, i > 1), pairs);
   } else {
     const Scale scale = mx_scale(i < 2 ? rows.scales & 255 : rows.scales >> 8);
     decode8(i & 1 ? codes.z : codes.x, scale, pairs);

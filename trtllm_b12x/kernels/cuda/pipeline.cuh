@@ -76,18 +76,20 @@ struct Stages {
               : NARROW     ? (lane & 7) * SCALE_PITCH2 + (lane >> 3) * ROW_SCALES
                            : lane * SCALE_PITCH2;
     ring = b.shared.stages(b.warp);
-    // The scales that a lane needs: where they are in a row of a stage, and in a 128x4 tile, one of `tile4`.
-    u32 in_row = GROUP == 16 ? 2 * t : CODE_BITS == 4 ? t : t >> 1, tile4 = t >> 1;
-    if (ONE_TOKEN) in_row = CODE_BITS == 8 ? t : (t & 1) * (32 / GROUP) * 2, tile4 = t & 1;
-    if (TILES_A_BLOCK == 1) tile4 = 0;
-    const u32 in_tile = GROUP == 32 ? in_row : ONE_TOKEN ? 0 : (t & 1) * 2;
-    read1 = HALVES1 * HALF_CODES + (TILED_SCALES ? (tile4 * 8 + g) * BYTES1 + in_tile
-                                                 : g * SCALE_SLOT + in_row + (PAIR == 2 ? UP_ROW : g & 1) * ODD1);
-    read2 = HALVES2 * HALF_CODES +
-            (TILED_SCALES ? (tile4 * 8 + g) * BYTES2 + in_tile : g * SCALE_SLOT + in_row + (g & 1) * ODD2);
+    read1 = HALVES1 * HALF_CODES + own_scales<ONE_TOKEN>(BYTES1, PAIR == 2 ? UP_ROW * ODD1 : (g & 1) * ODD1);
+    read2 = HALVES2 * HALF_CODES + own_scales<SLICES2>(BYTES2, (g & 1) * ODD2);
     keep(codes1), keep(codes2), keep(scales1), keep(scales2), keep(read1), keep(read2), keep(ring);
   }
 
+  // Where the scales that this lane needs lie in those of a stage. `slices`: of token.cuh's columns of products.
+  // `bytes`: of a lane's copy from 128x4 tiles; `odd`: ahead of its row's else.
+  template <bool slices>
+  DEVICE u32 own_scales(int bytes, int odd) const {
+    u32 in_row = GROUP == 16 ? 2 * t : CODE_BITS == 4 ? t : t >> 1, tile4 = t >> 1;  // tile4: of a block's 128x4 tiles
+    if (slices) in_row = CODE_BITS == 8 ? t : (t & 1) * (32 / GROUP) * 2, tile4 = t & 1;
+    if (!TILED_SCALES) return g * SCALE_SLOT + in_row + odd;
+    return ((TILES_A_BLOCK == 1 ? 0 : tile4) * 8 + g) * bytes + (GROUP == 32 ? in_row : slices ? 0 : (t & 1) * 2);
+  }
   // Units of FC2 that this warp has of a token.
   DEVICE int units_of(u32 token) const { return ((int)b.shared.valid()[token] * UNITS2 - b.warp + WARPS - 1) / WARPS; }
 
@@ -306,6 +308,7 @@ struct Stages {
   }
   // Reads a half of the stage: two pieces. `scales`: where this lane's are, `other`: from there to the other piece's.
   // What lies beyond the `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
+  template <bool slices>
   DEVICE void read(Rows* rows, int half, u32 scales, u32 other, int column, int beside, int columns) const {
     const u32 from = ring + used;
     UNROLL
@@ -314,7 +317,7 @@ struct Stages {
       for (int j = 0; j < LOADS; j++)
         rows[i].codes[j] = load_shared_16(from + b.lane * 16 + ((2 * half + i) * LOADS + j) * 512);
       const u32 at = from + scales + i * other;
-      if (ONE_TOKEN) {
+      if (slices) {
         rows[i].scales = column_scales(at);
         if (columns % (128 + beside)) rows[i].scales &= columns_there(column + i * beside, columns);
         continue;
@@ -331,7 +334,7 @@ struct Stages {
       }
     }
   }
-  // ONE_TOKEN: scales of the slices of products' columns 2t and 2t + 1; see one_token.cuh.
+  // Scales of the slices of products' columns 2t and 2t + 1; see token.cuh.
   DEVICE u32 column_scales(u32 at) const {
     if (CODE_BITS == 8) return load_shared_u8(at);
     if (GROUP == 32) return load_shared_u16(at);
@@ -343,9 +346,9 @@ struct Stages {
     return first >= columns ? 0 : first + 32 < columns ? ~0u : GROUP == 16 ? 0xffff : 255;
   }
   DEVICE void read1_half(Rows* rows, int half, int block) const {
-    read(rows, half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
+    read<ONE_TOKEN>(rows, half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
   }
   DEVICE void read2_half(Rows* rows, int half, int block) const {
-    read(rows, half, read2 + half * HALF2, OTHER2, block * 128, NARROW ? 128 : 0, INTERMEDIATE);
+    read<SLICES2>(rows, half, read2 + half * HALF2, OTHER2, block * 128, NARROW ? 128 : 0, INTERMEDIATE);
   }
 };

@@ -5,19 +5,13 @@
 // routes of the group. ONE_TOKEN has warps of its own: see one_token.cuh.
 #pragma once
 #include "inputs.cuh"
-#include "pipeline.cuh"
 #include "sums.cuh"
+#include "token.cuh"
 
-struct Multiplier {
-  const Block& b;
+struct Multiplier : TokenWarp {
   Inputs& in;
-  Stages stages;
-  const int g, t;
-  u32 buffer = 0, turn = 0;  // the buffer that is filled next, and the parity of its phase
-  u32 number = 0;            // of the task that is computed next
 
-  DEVICE Multiplier(const Block& block, Inputs& inputs)
-      : b(block), in(inputs), stages(block), g(block.lane >> 2), t(block.lane & 3) {}
+  DEVICE Multiplier(const Block& block, Inputs& inputs) : TokenWarp(block), in(inputs) {}
 
   DEVICE u32 current() const { return kind_of(b, number); }
   DEVICE u32 entry() const { return b.shared.entry(number); }
@@ -25,13 +19,9 @@ struct Multiplier {
   DEVICE bool next_is(u32 kind) const {
     return is_published(b, number + 1) && load_shared(b.shared.entry(number + 1)) == kind;
   }
-  DEVICE void end_task() {
-    give_back(b, number);
-    number++;
-  }
   // Hands columns 2t and 2t + 1 of a tile's rows to the warps that add.
   template <int HALVES>
-  DEVICE void hand_over(float (*sums)[2][4], bool even, bool odd) {
+  DEVICE void hand_over_columns(float (*sums)[2][4], bool even, bool odd) {
     UNROLL
     for (int half = 0; half < HALVES; half++) barrier_wait(b.shared.empty((buffer + half) % BUFFERS), turn ^ 1);
     UNROLL
@@ -77,7 +67,7 @@ struct Multiplier {
         multiply<FLOAT16>(sums[half], rows[half][0], rows[half][1], in.x[RESIDENT ? i : 0]);
       used(i);
     }
-    hand_over<HALVES>(sums, even, odd);
+    hand_over_columns<HALVES>(sums, even, odd);
   }
   // A task of FC1 in a call that gathers: TILES_A_TASK tiles for a group.
   DEVICE void resident_task() {
@@ -148,7 +138,7 @@ struct Multiplier {
         multiply<FLOAT16 && !fc2>(sums[half], rows[half][0], rows[half][1], now);
       }
     }
-    hand_over<HALVES>(sums, 2 * t <= last, 2 * t < last);
+    hand_over_columns<HALVES>(sums, 2 * t <= last, 2 * t < last);
     end_task();
   }
 
@@ -162,15 +152,13 @@ struct Multiplier {
   // units: h of several is loaded at once, and unit j of them is right in column j.
   DEVICE void fc2_of_token(const u8* h) {
     constexpr int AT_ONCE = 8, HALVES = HALVES2;
-    const u32 token = load_shared(entry() + INFO_AT) >> 16;
-    const int own = stages.units_of(token);
-    if (own <= 0) stages.pass(number);
+    token = load_shared(entry() + INFO_AT) >> 16, units = stages.units_of(token);
+    if (units <= 0) stages.pass(number);
     float sums[HALVES][2] = {};
-    auto route_of = [&](u32 unit) { return b.shared.routes() + (token * TOP_K + unit / UNITS2) * 16; };
     ROLLED
-    for (int from = 0; from < own; from += AT_ONCE) {
+    for (int from = 0; from < units; from += AT_ONCE) {
       const int mine = from + g;  // the unit of this lane's column
-      const bool some = mine < own;
+      const bool some = mine < units;
       const u32 of_mine = b.warp + (some ? mine : 0) * WARPS;
       const int block_of_mine = of_mine % UNITS2;
       in.row = h + ((u64)load_shared(route_of(of_mine) + ROUTE_NUMBER) * BLOCKS2 + block_of_mine) * 256;
@@ -178,7 +166,7 @@ struct Multiplier {
       for (int j = 0; j < 16; j++) in.x[0][j] = 0;
       if (some) in.load<FC2>(in.x[0], 0);
       ROLLED
-      for (int j = 0; j < AT_ONCE && from + j < own; j++) {
+      for (int j = 0; j < AT_ONCE && from + j < units; j++) {
         const u32 unit = b.warp + (from + j) * WARPS;
         const float factor = load_shared_float(route_of(unit) + ROUTE_FACTOR);
         Rows rows[HALVES][2];
@@ -190,38 +178,15 @@ struct Multiplier {
         const bool has = t == j >> 1, odd = j & 1;
         UNROLL
         for (int half = 0; half < HALVES; half++) {
-          float products[2][4] = {};
-          multiply<false>(products, rows[half][0], rows[half][1], in.x[0]);
-          const float low = products[0][0] + products[1][0], low_odd = products[0][1] + products[1][1];
-          const float high = products[0][2] + products[1][2], high_odd = products[0][3] + products[1][3];
-          if (has) {
-            sums[half][0] += factor * (odd ? low_odd : low);
-            sums[half][1] += factor * (odd ? high_odd : high);
-          }
+          float p[2][4] = {};
+          multiply<false>(p, rows[half][0], rows[half][1], in.x[0]);
+          if (!has) continue;
+          sums[half][0] += factor * (odd ? p[0][1] + p[1][1] : p[0][0] + p[1][0]);
+          sums[half][1] += factor * (odd ? p[0][3] + p[1][3] : p[0][2] + p[1][2]);
         }
       }
     }
-    UNROLL
-    for (int half = 0; half < HALVES; half++) {
-      const u32 at = b.shared.sums() + buffer * BUFFER_BYTES + b.warp * 64 + g * 4;
-      float low = sums[half][0], high = sums[half][1];
-      UNROLL
-      for (int d = 1; d < 4; d *= 2) {
-        low += __shfl_xor_sync(~0u, low, d);
-        high += __shfl_xor_sync(~0u, high, d);
-      }
-      barrier_wait(b.shared.empty(buffer), turn ^ 1);
-      if (t == 0) {
-        store_shared_float(at, low);
-        store_shared_float(at + 32, high);
-      }
-      __syncwarp();
-      if (b.lane == 0) barrier_arrive(b.shared.full(buffer));
-      if (++buffer == BUFFERS) {
-        buffer = 0;
-        turn ^= 1;
-      }
-    }
+    hand_over<HALVES>(sums);
     end_task();
   }
 
@@ -251,7 +216,12 @@ struct Multiplier {
       while (current() == FC1) fc1_of_tokens();
       named_barrier<1, WARPS * 32>();  // factors of the routes are there
       const u8* h = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + t * 16;
-      while (current() == FC2) fc2_of_token(h);
+      while (current() == FC2) {
+        if constexpr (SLICES2)
+          fc2();
+        else
+          fc2_of_token(h);
+      }
     }
     if (b.lane == 0) barrier_arrive(b.shared.ended());
   }

@@ -125,9 +125,6 @@ constexpr int FIRST_AT = (COUNTERS * EXPERTS * 2 + 3) / 4 * 4, TOTAL_AT = FIRST_
 static_assert(!GATHER || TOTALS32_AT + EXPERT_WORDS * 4 + 4 <= SUMS_AT,
               "the scratch that sorts routes is larger than the stages");
 
-DEVICE void clear_counts(const Block& b) {
-  for (int i = threadIdx.x; i < (COUNTERS * EXPERTS + 1) / 2; i += THREADS) ((u32*)b.shared.memory)[i] = 0;
-}
 // Returns the number of groups.
 DEVICE int group_routes(const Block& b) {
   const int tid = threadIdx.x, all = b.call.tokens * TOP_K, used = min(COUNTERS, (all + 31) / 32);

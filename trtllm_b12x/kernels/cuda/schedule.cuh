@@ -135,7 +135,12 @@ struct TaskTaker {
       publish(FC1, left, blocks, tasks1);
     }
     __syncwarp();
-    for (int i = 0; i < held; i++) publish(FC2, blocks - 1 - load_shared_u16(b.shared.taken() + 2 * i), blocks, tasks2);
+    // Of several tokens a block's tasks of FC2 lie side by side: most are of one token, whose h stays in registers.
+    const int each = tasks2 / (int)blocks, more = tasks2 % (int)blocks;
+    for (int i = 0; i < held; i++) {
+      const int v = blocks - 1 - load_shared_u16(b.shared.taken() + 2 * i), first = v * each + min(v, more);
+      ONE_TOKEN ? publish(FC2, v, blocks, tasks2) : publish(FC2, first, 1, first + each + (v < more));
+    }
   }
   DEVICE void single_tasks(u32 blocks) {
     const u32 at_first = max(1, min(STAGES1, tasks1 / (int)blocks)), extra = (at_first - 1) * blocks;
@@ -211,11 +216,11 @@ struct TaskTaker {
       store_shared(to + INFO_AT, Info::make(slot, tiles));
       store_shared(to + WORD_AT, word.word);
     } else if (kind == FC2) {
-      const int tiles = GATHER ? task % TASKS2 : task / b.call.tokens;
+      const int tiles = task % TASKS2;
       const Group word = {GATHER ? load_shared(b.shared.slots() + task / TASKS2 * 4) : 0};
       for (int j = 0; j < TASK_TILES2; j++)
         store_shared_16(to + TILES_AT + 16 * j, tile2(word.expert(), tiles * TASK_TILES2 + j));
-      store_shared(to + INFO_AT, Info::make(GATHER ? 0 : task % b.call.tokens, tiles));
+      store_shared(to + INFO_AT, Info::make(GATHER ? 0 : task / TASKS2, tiles));
       store_shared(to + WORD_AT, word.word);
     } else
       store_shared(to + INFO_AT, task);

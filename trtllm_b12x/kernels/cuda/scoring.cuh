@@ -27,8 +27,8 @@ DEVICE u32 ordered(float value) {
   return max(bits >> 31 ? ~bits : bits | 0x80000000u, 1u);
 }
 
-// Returns the global number of the expert of route `lane`.
-DEVICE u32 choose(const Block& b, int token) {
+// Returns the global number of the expert of route `lane`; ~0 behind the first `most` routes whose experts are local.
+DEVICE u32 choose(const Block& b, int token, int most = TOP_K) {
   u32 keys[LANE_EXPERTS];  // 0: chosen, or no expert
   UNROLL
   for (int i = 0; i < LANE_EXPERTS; i++) {
@@ -40,9 +40,9 @@ DEVICE u32 choose(const Block& b, int token) {
       keys[i] = ordered(score);
     }
   }
-  u32 mine = 0;
+  u32 mine = ~0u;
   ROLLED
-  for (int route = 0; route < TOP_K; route++) {
+  for (int route = 0; route < TOP_K && most > 0; route++) {
     u32 best = 0, place = 0;
     UNROLL
     for (int i = 0; i < LANE_EXPERTS; i++)
@@ -54,6 +54,7 @@ DEVICE u32 choose(const Block& b, int token) {
     const u32 expert =
         HIGHER_FIRST ? __reduce_max_sync(~0u, top ? place : 0) : __reduce_min_sync(~0u, top ? place : ~0u);
     if (b.lane == route) mine = expert;
+    most -= expert - (u32)b.layer.first < (u32)EXPERTS;
     UNROLL
     for (int i = 0; i < LANE_EXPERTS; i++)
       if (i * 32 + b.lane == expert) keys[i] = 0;

@@ -105,7 +105,7 @@ def sources() -> dict[str, str]:
 def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Variant, ...]:
     """Return the variants for calls of a layer: of ``TOKENS``, those that pay.
 
-    ``subnormals``: mma.sync takes those of bfloat16. Only the variant of one token depends on it.
+    ``subnormals``: mma.sync takes those of bfloat16. Variants that gather do not depend on it.
     Raise ValueError if the kernel does not take a size or the layout.
     """
     tiled = g.layout.scales != ROWS
@@ -123,7 +123,7 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     if g.scoring is not None and g.num_experts * g.ranks > _MAX_SCORED:
         raise ValueError(f"one launch takes the logits of at most {_MAX_SCORED} experts, not {g.num_experts * g.ranks}")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
-    found = [_variant(g, tokens, form.code_bits, form.group_size, tiled, subnormals or tokens > 1) for tokens in taken]
+    found = [_variant(g, tokens, form.code_bits, form.group_size, tiled, subnormals or tokens > _COLUMNS) for tokens in taken]
     if found[-1] is None:
         raise ValueError(f"one launch of {taken[-1]} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
     return tuple(variant for variant in found if variant is not None)  # a larger one serves instead
@@ -151,7 +151,10 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         parts = max(-(-_COLUMNS // split), min(4, 16 // split))  # each token has a warp that reads its routes
     warps = split * parts
     parts2 = _parts_of_fc2(warps, -(-g.intermediate_size // 128)) if gather else 1
-    times = max(1, 4 // parts) if gather and split * 2 >= blocks else 1
+    # Tiles of 16 columns in a task of FC1. On an H100 gpt-oss-120b (I 2944) takes 589 us at 64 tokens with 8 and 600 with 4, but
+    # Qwen3-30B-A3B (I 768) at 16 tokens 92.7 and 88.5: a multiprocessor has few such tasks.
+    most = 8 if g.gated and g.intermediate_size >= 2048 else 4
+    times = max(1, most // parts) if gather and split * 2 >= blocks else 1
     scales = 128 // group  # bytes of a row of a stage
     if not tiled and any(size // group % scales for size in (g.stored_hidden, g.intermediate_size)):
         scales += 4
@@ -162,13 +165,15 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
     units = -(-g.intermediate_size // (256 if narrow else 128)) if tokens == 1 else 0  # of a route in FC2
     # Halves of a stage of FC1 and of FC2, stages of FC1 on their way, halves of a warp's ring.
     choices = [(2, 2, 2, 4), (1, 1, 4, 4), (1, 1, 3, 3), (1, 1, 2, 2)]
+    tall = tokens * g.top_k * g.intermediate_size >= (16 if g.gated else 32) * _TASKS  # FC1 has enough tiles of 32 rows
     if tokens == 1:  # one stage on its way: each request waits for less
-        tall = g.top_k * g.intermediate_size >= (16 if g.gated else 32) * _TASKS
         choices = [(2, 1, 1, 4), (2, 1, 1, 2)] if tall else [(1, 1, 2, 4), (1, 1, 2, 2)]
         if bits == 8:  # 18.0 us of Qwen3-30B-A3B on an H100; 18.4 with two such stages, 18.5 with one of 32 rows
             choices = [(1, 1, 1, 2)]
-    elif bits == 8 or tokens * g.stored_hidden < 32 * _TASKS:
+    elif bits == 8:
         del choices[0]
+    elif tokens * g.stored_hidden < 32 * _TASKS:  # Nemotron-3-Super at 2 tokens 63.4 us on an H100, without this choice 66.1
+        choices[:1] = [(2, 1, 1, 4)] if tall else []
     for chosen in choices:
         ring = warps * chosen[-1] * (256 * bits + 16 * scales)
         sums = buffers * warps * min(tokens, _COLUMNS) * 64

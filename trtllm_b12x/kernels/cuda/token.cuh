@@ -1,0 +1,218 @@
+// A warp that multiplies, and how it multiplies for one token (FC2 if SLICES2, and FC1 of ONE_TOKEN): with fewer
+// instructions, since a token needs one of the eight columns of a product. The columns are slices of the weights'.
+//
+// A lane 4g + t has 32 of the 128 columns of a row of weights: slice t, in two halves of 16. Column n of x, n < 4, has
+// the first half of slice n and zeros elsewhere, and column n + 4 the second half. So a product's sum belongs to one
+// half of one slice, which has one block scale: the scale multiplies the sum, and codes go to the tensor cores as they
+// are. The first half of a lane's words has codes of the first half: their products (`sums[0]`) are right in columns 0
+// to 3, those of the others (`sums[1]`) in columns 4 to 7.
+#pragma once
+#include "inputs.cuh"
+#include "pipeline.cuh"
+#include "routing.cuh"
+
+struct TokenWarp {
+  // Units of FC2 of a warp, and those whose h is in registers.
+  static constexpr int MOST_UNITS = (Stages::ALL_UNITS + WARPS - 1) / WARPS;
+  static constexpr int MOST_HELD = 4 / UNIT_BLOCKS, HELD = MOST_UNITS < MOST_HELD ? MOST_UNITS : MOST_HELD;
+  const Block& b;
+  Stages stages;
+  const int g, t;
+  const bool has_x;              // this lane's column of x has its slice
+  u32 buffer = 0, turn = 0;      // the buffer that is filled next, and the parity of its phase
+  u32 number = 0;                // of the task that is computed next
+  u32 h[HELD][8 * UNIT_BLOCKS];  // of the next units
+  u32 h_at[HELD];                // where this lane's h of those units begins: see `place_of_h`
+  u32 token = ~0u;               // whose h that is
+  int units = 0;                 // of FC2 that this warp has of the token
+
+  DEVICE explicit TokenWarp(const Block& block)
+      : b(block), stages(block), g(block.lane >> 2), t(block.lane & 3), has_x((g & 3) == t) {}
+
+  // First of this lane's 16 columns of x, in a block of 128.
+  DEVICE int column() const { return column8(t, 2 * (g >> 2)); }
+
+  // ---- products
+  // Returns the products of rows g and g + 8 with this lane's two columns, added up. `apart`: rows g + 8 are the same
+  // rows on the next 128 columns, whose x is behind the first's. Then each half of the rows is multiplied beside zeros.
+  template <bool float16, bool apart = false>
+  DEVICE float2 multiply_rows(const Rows* rows, const u32* x) const {
+    float sums[2][4] = {};
+    // Adds the products of four pairs of columns: two of each row.
+    auto add = [&](float* to, const u32* low, const u32* high, const u32* columns) {
+      if (apart) {
+        mma<float16>(to, low[0], 0, low[1], 0, columns[0], columns[1]);
+        mma<float16>(to, 0, high[0], 0, high[1], columns[8], columns[9]);
+      } else
+        mma<float16>(to, low[0], high[0], low[1], high[1], columns[0], columns[1]);
+    };
+    UNROLL
+    for (int i = 0; i < 4 * LOADS; i++) {
+      const uint4 &p = rows[0].codes[i / 4], &q = rows[1].codes[i / 4];
+      const u32 word = i % 4 == 0 ? p.x : i % 4 == 1 ? p.y : i % 4 == 2 ? p.z : p.w;
+      const u32 below = i % 4 == 0 ? q.x : i % 4 == 1 ? q.y : i % 4 == 2 ? q.z : q.w;
+      u32 low[4], high[4];
+      if (CODE_BITS == 8) {
+        raw8(word, low), raw8(below, high);
+        add(sums[i / 4], low, high, x + 2 * (i % 4));
+        continue;
+      }
+      raw4<float16>(word, low), raw4<float16>(below, high);
+      add(sums[i >> 1], low, high, x + 4 * (i & 1));
+      add(sums[i >> 1], low + 2, high + 2, x + 4 * (i & 1) + 2);
+    }
+    const bool half = t >> 1;
+    float own[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) own[i] = half ? sums[1][i] : sums[0][i];
+    if (CODE_BITS == 8) {
+      float first, second, none;
+      scales_of(rows[0].scales, first, none), scales_of(rows[1].scales, second, none);
+      return {first * (own[0] + own[1]), second * (own[2] + own[3])};
+    }
+    // Of four groups' bytes those of two slices' halves.
+    const u32 picked = half ? 0x7531 : 0x6420;
+    const u32 bytes = GROUP == 16 ? __byte_perm(rows[0].scales, rows[1].scales, picked) : 0;
+    float scales[4];
+    scales_of(GROUP == 16 ? bytes & 0xffff : rows[0].scales, scales[0], scales[1]);
+    scales_of(GROUP == 16 ? bytes >> 16 : rows[1].scales, scales[2], scales[3]);
+    return {scales[0] * own[0] + scales[1] * own[1], scales[2] * own[2] + scales[3] * own[3]};
+  }
+  // Adds up over the lanes of a row. An even t gets the sum of row g, an odd one of row g + 8.
+  DEVICE float over_slices(float first, float second) const {
+    const bool odd = t & 1;
+    const float sum = (odd ? second : first) + __shfl_xor_sync(~0u, odd ? first : second, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+  }
+  // Waits until the buffers of a task's rows are free.
+  template <int halves>
+  DEVICE void wait_for_buffers() const {
+    UNROLL
+    for (int half = 0; half < halves; half++) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
+  }
+  // Hands a task's rows over to the warps that add.
+  template <int halves>
+  DEVICE void hand_over(float (*rows)[2]) {
+    float sum;
+    if (!ONE_TOKEN) wait_for_buffers<halves>();
+    if (halves == 2) {  // lanes t, t + 1: the first half, t + 2, t + 3: the second
+      const bool odd = t & 1, high = t & 2;
+      const float low_sum = (odd ? rows[0][1] : rows[0][0]) + __shfl_xor_sync(~0u, odd ? rows[0][0] : rows[0][1], 1);
+      const float high_sum = (odd ? rows[halves - 1][1] : rows[halves - 1][0]) +
+                             __shfl_xor_sync(~0u, odd ? rows[halves - 1][0] : rows[halves - 1][1], 1);
+      sum = (high ? high_sum : low_sum) + __shfl_xor_sync(~0u, high ? low_sum : high_sum, 2);
+    } else
+      sum = over_slices(rows[0][0], rows[0][1]);
+    if (t < 2 * halves)
+      store_shared_float(b.shared.sums() + (buffer + (t >> 1)) * BUFFER_BYTES + b.warp * 64 + (t & 1) * 32 + g * 4,
+                         sum);
+    __syncwarp();
+    if (b.lane < halves) barrier_arrive(b.shared.full(buffer + b.lane));
+    buffer += halves;
+    if (buffer == BUFFERS) {
+      buffer = 0;
+      turn ^= 1;
+    }
+  }
+  DEVICE void end_task() {
+    give_back(b, number);
+    number++;
+  }
+
+  // ---- FC2: units go round the warps; products are added up over the token's routes here
+  DEVICE u32 route_of(u32 unit) const { return b.shared.routes() + (token * TOP_K + unit / UNITS2) * 16; }
+  // Bytes from the beginning of both buffers of h to this lane's columns of a unit; 1 more if those of its second block
+  // are beyond the matrix, ~0 if all are.
+  DEVICE u32 place_of_h(int i) const {
+    const u32 unit = b.warp + i * WARPS;
+    const int first = unit % UNITS2 * UNIT_BLOCKS * 128 + column();
+    if (!has_x || i >= units || (!FULL2 && first >= INTERMEDIATE)) return ~0u;
+    const u32 buffer = (load_shared(b.shared.epoch()) & 1) * (u32)H_BUFFER,
+              alone = !FULL2 && first + 128 >= INTERMEDIATE,
+              at = ONE_TOKEN ? load_shared(b.shared.unit(unit) + UNIT_H)
+                             : (load_shared(route_of(unit) + ROUTE_NUMBER) * BLOCKS2 + unit % UNITS2) * 256;
+    return buffer + at + (g >> 2) * 128 + t * 16 + (NARROW ? alone : 0);
+  }
+  DEVICE void load_h(u32 place, u32* to) const {
+    UNROLL
+    for (int j = 0; j < 8 * UNIT_BLOCKS; j++) to[j] = 0;
+    if (place == ~0u) return;
+    const u8* from = b.workspace.h() + (place & ~1u);
+    UNROLL
+    for (int block = 0; block < (place & 1 ? 1 : UNIT_BLOCKS); block++, from += 256, to += 8) {
+      const uint4 p = load_relaxed_16(from), q = load_relaxed_16(from + 64);
+      to[0] = p.x, to[1] = p.y, to[2] = p.z, to[3] = p.w;
+      to[4] = q.x, to[5] = q.y, to[6] = q.z, to[7] = q.w;
+    }
+  }
+  // Loads h of a unit again until it is there.
+  DEVICE void wait_for_h(u32 place, u32* h) const {
+    for (;;) {
+      u32 most = 0;
+      UNROLL
+      for (int j = 0; j < 8 * UNIT_BLOCKS; j++) most = max(most, h[j]);
+      if (most != ~0u) break;
+      load_h(place, h);
+    }
+    __syncwarp();
+  }
+  // Loads h of a token's first units.
+  DEVICE void begin_token(u32 of) {
+    token = of;
+    UNROLL
+    for (int i = 0; i < HELD; i++) {
+      h_at[i] = place_of_h(i);
+      load_h(h_at[i], h[i]);
+    }
+  }
+  DEVICE void fc2() {
+    if (!ONE_TOKEN) {
+      const u32 next = load_shared(b.shared.entry(number) + INFO_AT) >> 16;
+      if (next != token) {
+        units = stages.units_of(next);
+        begin_token(next);
+      }
+    }
+    if (units <= 0) stages.pass(number);
+    float rows[HALVES2][2] = {};
+    if (ONE_TOKEN) wait_for_buffers<1>();
+    ROLLED
+    for (int from = 0; from < units; from += HELD) {
+      UNROLL  // else h would move from register to register, and a move waits for the load
+      for (int j = 0; j < HELD; j++) {
+        const int i = from + j;
+        if (i >= units) break;
+        const u32 unit = b.warp + i * WARPS;
+        Rows read[HALVES2][2];
+        auto read_halves = [&] {
+          UNROLL
+          for (int half = 0; half < HALVES2; half++) stages.read2_half(read[half], half, unit % UNITS2 * UNIT_BLOCKS);
+        };
+        if (ONE_TOKEN) {
+          stages.take<FC2>(read_halves);
+        } else {
+          stages.open();
+          read_halves();
+          stages.close<FC2>();
+        }
+        const float factor =
+            load_shared_float(ONE_TOKEN ? b.shared.unit(unit) + UNIT_FACTOR : route_of(unit) + ROUTE_FACTOR);
+        wait_for_h(h_at[j], h[j]);
+        UNROLL
+        for (int half = 0; half < HALVES2; half++) {
+          const float2 products = multiply_rows<false, NARROW>(read[half], h[j]);
+          rows[half][0] += factor * (NARROW ? products.x + products.y : products.x);
+          rows[half][1] += NARROW ? 0.f : factor * products.y;
+        }
+        // h of the unit that is next in these registers; the next task of the token has the same units.
+        const int next = i + HELD < units ? i + HELD : j;
+        if (MOST_UNITS > HELD && next != i) {
+          h_at[j] = place_of_h(next);
+          load_h(h_at[j], h[j]);
+        }
+      }
+    }
+    hand_over<HALVES2>(rows);
+    end_task();
+  }
+};
