@@ -22,13 +22,11 @@ struct Multiplier : TokenWarp {
   // Hands columns 2t and 2t + 1 of a tile's rows to the warps that add.
   template <int HALVES>
   DEVICE void hand_over_columns(float (*sums)[2][4], bool even, bool odd) {
-    UNROLL
-    for (int half = 0; half < HALVES; half++) barrier_wait(b.shared.empty((buffer + half) % BUFFERS), turn ^ 1);
+    wait_for_buffers<HALVES>();
     UNROLL
     for (int half = 0; half < HALVES; half++) {
       const float *first = sums[half][0], *second = sums[half][1];
-      const u32 at =
-          b.shared.sums() + (buffer + half) % BUFFERS * BUFFER_BYTES + b.warp * (COLUMNS * 64) + t * 128 + g * 4;
+      const u32 at = b.shared.sums() + (buffer + half) * BUFFER_BYTES + b.warp * (COLUMNS * 64) + t * 128 + g * 4;
       if (even) {
         store_shared_float(at, first[0] + second[0]);
         store_shared_float(at + 32, first[2] + second[2]);
@@ -38,13 +36,7 @@ struct Multiplier : TokenWarp {
         store_shared_float(at + 96, first[3] + second[3]);
       }
     }
-    __syncwarp();
-    if (b.lane < HALVES) barrier_arrive(b.shared.full((buffer + b.lane) % BUFFERS));
-    buffer += HALVES;
-    if (buffer >= BUFFERS) {
-      buffer -= BUFFERS;
-      turn ^= 1;
-    }
+    pass_on<HALVES>();
   }
 
   // ---- x in registers for all blocks of columns

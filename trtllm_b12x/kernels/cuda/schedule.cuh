@@ -63,6 +63,9 @@ DEVICE void give_back(const Block& b, u32 number) {
 }
 
 struct TaskTaker {
+  // A virtual block's tasks of FC2 lie side by side: most are of one token, whose h stays in registers. Else tokens
+  // take turns.
+  static constexpr bool BESIDE = SLICES2 && !ONE_TOKEN;
   const Block& b;
   // Lane 0's; `run` gives them to all lanes.
   u32 ticket = 0, epoch = 0, last_tokens = 0;
@@ -135,11 +138,10 @@ struct TaskTaker {
       publish(FC1, left, blocks, tasks1);
     }
     __syncwarp();
-    // Of several tokens a block's tasks of FC2 lie side by side: most are of one token, whose h stays in registers.
     const int each = tasks2 / (int)blocks, more = tasks2 % (int)blocks;
     for (int i = 0; i < held; i++) {
       const int v = blocks - 1 - load_shared_u16(b.shared.taken() + 2 * i), first = v * each + min(v, more);
-      ONE_TOKEN ? publish(FC2, v, blocks, tasks2) : publish(FC2, first, 1, first + each + (v < more));
+      BESIDE ? publish(FC2, first, 1, first + each + (v < more)) : publish(FC2, v, blocks, tasks2);
     }
   }
   DEVICE void single_tasks(u32 blocks) {
@@ -216,11 +218,11 @@ struct TaskTaker {
       store_shared(to + INFO_AT, Info::make(slot, tiles));
       store_shared(to + WORD_AT, word.word);
     } else if (kind == FC2) {
-      const int tiles = task % TASKS2;
+      const int tiles = GATHER || BESIDE ? task % TASKS2 : task / b.call.tokens;
       const Group word = {GATHER ? load_shared(b.shared.slots() + task / TASKS2 * 4) : 0};
       for (int j = 0; j < TASK_TILES2; j++)
         store_shared_16(to + TILES_AT + 16 * j, tile2(word.expert(), tiles * TASK_TILES2 + j));
-      store_shared(to + INFO_AT, Info::make(GATHER ? 0 : task / TASKS2, tiles));
+      store_shared(to + INFO_AT, Info::make(GATHER ? 0 : BESIDE ? task / TASKS2 : task % b.call.tokens, tiles));
       store_shared(to + WORD_AT, word.word);
     } else
       store_shared(to + INFO_AT, task);

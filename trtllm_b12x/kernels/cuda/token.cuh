@@ -78,11 +78,10 @@ struct TokenWarp {
     scales_of(GROUP == 16 ? bytes >> 16 : rows[1].scales, scales[2], scales[3]);
     return {scales[0] * own[0] + scales[1] * own[1], scales[2] * own[2] + scales[3] * own[3]};
   }
-  // Adds up over the lanes of a row. An even t gets the sum of row g, an odd one of row g + 8.
-  DEVICE float over_slices(float first, float second) const {
+  // Adds up over two lanes. An even t gets the sum of row g, an odd one of row g + 8.
+  DEVICE float over_two(const float* rows) const {
     const bool odd = t & 1;
-    const float sum = (odd ? second : first) + __shfl_xor_sync(~0u, odd ? first : second, 1);
-    return sum + __shfl_xor_sync(~0u, sum, 2);
+    return (odd ? rows[1] : rows[0]) + __shfl_xor_sync(~0u, odd ? rows[0] : rows[1], 1);
   }
   // Waits until the buffers of a task's rows are free.
   template <int halves>
@@ -90,22 +89,9 @@ struct TokenWarp {
     UNROLL
     for (int half = 0; half < halves; half++) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
   }
-  // Hands a task's rows over to the warps that add.
+  // The next buffers are full.
   template <int halves>
-  DEVICE void hand_over(float (*rows)[2]) {
-    float sum;
-    if (!ONE_TOKEN) wait_for_buffers<halves>();
-    if (halves == 2) {  // lanes t, t + 1: the first half, t + 2, t + 3: the second
-      const bool odd = t & 1, high = t & 2;
-      const float low_sum = (odd ? rows[0][1] : rows[0][0]) + __shfl_xor_sync(~0u, odd ? rows[0][0] : rows[0][1], 1);
-      const float high_sum = (odd ? rows[halves - 1][1] : rows[halves - 1][0]) +
-                             __shfl_xor_sync(~0u, odd ? rows[halves - 1][0] : rows[halves - 1][1], 1);
-      sum = (high ? high_sum : low_sum) + __shfl_xor_sync(~0u, high ? low_sum : high_sum, 2);
-    } else
-      sum = over_slices(rows[0][0], rows[0][1]);
-    if (t < 2 * halves)
-      store_shared_float(b.shared.sums() + (buffer + (t >> 1)) * BUFFER_BYTES + b.warp * 64 + (t & 1) * 32 + g * 4,
-                         sum);
+  DEVICE void pass_on() {
     __syncwarp();
     if (b.lane < halves) barrier_arrive(b.shared.full(buffer + b.lane));
     buffer += halves;
@@ -113,6 +99,18 @@ struct TokenWarp {
       buffer = 0;
       turn ^= 1;
     }
+  }
+  // Hands a task's rows over to the warps that add.
+  template <int halves>
+  DEVICE void hand_over(float (*rows)[2]) {
+    if (!ONE_TOKEN) wait_for_buffers<halves>();
+    const float low = over_two(rows[0]), high = halves == 2 ? over_two(rows[halves - 1]) : low;
+    const bool second = t & 2;  // lanes t, t + 1: the first half, t + 2, t + 3: the second
+    const float sum = (second ? high : low) + __shfl_xor_sync(~0u, second ? low : high, 2);
+    if (t < 2 * halves)
+      store_shared_float(b.shared.sums() + (buffer + (t >> 1)) * BUFFER_BYTES + b.warp * 64 + (t & 1) * 32 + g * 4,
+                         sum);
+    pass_on<halves>();
   }
   DEVICE void end_task() {
     give_back(b, number);
