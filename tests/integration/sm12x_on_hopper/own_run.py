@@ -35,8 +35,11 @@ from tests.integration.test_kernels_device import BOUNDS, KINDS, TOKENS, built
 from tests.nvfp4_layer import INPUT_SCALE, distance, random_layer
 from trtllm_b12x.core import process
 from trtllm_b12x.dispatch.timing import router_logits
+from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels.call import of_logits
 from trtllm_b12x.kernels.cards import MODELS, SHARED_MEMORY, Card
+from trtllm_b12x.kernels.scoring import routes_of
 from trtllm_b12x.tools.cli import main as cli
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
 
@@ -82,7 +85,7 @@ def layers() -> dict[str, list[Geometry]]:
 def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
     """Run every form of a family that a card may take, at those of ``COUNTS`` that it serves; even and skewed routes by turns.
 
-    The self-test before it has each form at its fewest and its most tokens.
+    The self-test before it has each form at its fewest and its most tokens. A geometry with a scoring gets router logits.
 
     Returns:
         None if the family does not serve the layer.
@@ -94,8 +97,8 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     weights, first_expert = _weights(geometry), geometry.num_experts * (geometry.ranks - 1)
-    yardstick = kind.reference()
-    yardstick.plan(geometry, capacity, CUDA)
+    yardstick, from_ids = kind.reference(), replace(geometry, scoring=None)
+    yardstick.plan(from_ids, capacity, CUDA)
     yardstick.bind(weights, first_expert)
     off_ties = family == "grouped" and geometry.format == "NVFP4"
     calls = {n: _drawn(geometry, n, turn % 2 == 1, off_ties) for turn, n in enumerate(COUNTS)}
@@ -119,7 +122,10 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
                     continue
                 call = calls[n]
                 if n not in expected:
-                    expected[n] = yardstick.run(call._replace(out=torch.zeros(call.x.shape, device=CUDA)))
+                    routed = call
+                    if geometry.scoring is not None:
+                        routed = MoECall(call.x, *routes_of(geometry.scoring, geometry.top_k, call.router_logits))
+                    expected[n] = yardstick.run(routed._replace(out=torch.zeros(call.x.shape, device=CUDA)))
                 first = form.run(call)
                 assert all(torch.equal(form.run(call), first) for _ in range(2)), (name, family, label, n)
                 errors.append(distance(first, expected[n]))
@@ -127,7 +133,7 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
                 if n > 1:
                     _beside_nan(form, call, first)
                     ran += 1
-    found = {"layer": name, "format": geometry.format, "family": family}
+    found = {"layer": name, "format": geometry.format, "family": family + ", logits" * (geometry.scoring is not None)}
     worst = float(torch.tensor(errors).max())  # NaN if one is
     return {**found, "forms": len(done), "kernels": len(codes), "calls": ran, "error": worst, "bound": BOUNDS[family]}
 
@@ -160,9 +166,11 @@ def _codes(kernel: Any) -> set[str]:
 def _drawn(geometry: Geometry, tokens: int, skewed: bool, off_ties: bool) -> MoECall:
     generator = torch.Generator("cuda").manual_seed(tokens)
     x = torch.randn(tokens, geometry.hidden_size, device=CUDA, generator=generator).to(geometry.dtype)
-    values, ids = router_logits(geometry, tokens, tokens, skewed).to(CUDA).topk(geometry.top_k, dim=1)
-    last = geometry.num_experts * geometry.ranks - 1  # the last token has a route on the last rank
-    ids[-1, 0] = torch.where((ids[-1] == last).any(), ids[-1, 0], last)
+    logits = router_logits(geometry, tokens, tokens, skewed).to(CUDA)
+    logits[-1, -1] = logits[-1].max() + 1  # the last token has a route on the last rank
+    if geometry.scoring is not None:
+        return of_logits(x, logits)
+    values, ids = logits.topk(geometry.top_k, dim=1)
     return MoECall(move_off_ties(x, INPUT_SCALE[0]) if off_ties else x, ids.int(), values.softmax(1))
 
 
@@ -183,15 +191,15 @@ def measure(out: Path, names: list[str], sm: int) -> None:
         for name in names or layers():
             same = {"layer": name, **compiled}.items()
             rows = result["own"] = [line for line in result.get("own", []) if not line.items() >= same]
-            for geometry in layers()[name]:
-                for family in ("grouped", "triton", "cuda"):
-                    line = row(name, geometry, family)
-                    process.forget()
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                    if line is not None:
-                        rows.append({**line, **compiled})
-                        print(rows[-1], flush=True)
+            of = layers()[name]
+            for geometry, family in (*product(of, ("grouped", "triton", "cuda")), (replace(of[-1], scoring=Scoring()), "cuda")):
+                line = row(name, geometry, family)
+                process.forget()
+                gc.collect()
+                torch.cuda.empty_cache()
+                if line is not None:
+                    rows.append({**line, **compiled})
+                    print(rows[-1], flush=True)
             out.write_text(json.dumps(result | versions(), indent=1))
 
 
