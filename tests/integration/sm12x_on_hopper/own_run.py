@@ -120,11 +120,9 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
             for n in COUNTS:
                 if n > capacity or not form.serves(n):
                     continue
-                call = calls[n]
+                routed, logits = calls[n]
+                call = routed if geometry.scoring is None else of_logits(routed.x, logits)
                 if n not in expected:
-                    routed = call
-                    if geometry.scoring is not None:
-                        routed = MoECall(call.x, *routes_of(geometry.scoring, geometry.top_k, call.router_logits))
                     expected[n] = yardstick.run(routed._replace(out=torch.zeros(call.x.shape, device=CUDA)))
                 first = form.run(call)
                 assert all(torch.equal(form.run(call), first) for _ in range(2)), (name, family, label, n)
@@ -163,15 +161,14 @@ def _codes(kernel: Any) -> set[str]:
     return {hashlib.sha256(content).hexdigest() for content in contents}
 
 
-def _drawn(geometry: Geometry, tokens: int, skewed: bool, off_ties: bool) -> MoECall:
+def _drawn(geometry: Geometry, tokens: int, skewed: bool, off_ties: bool) -> tuple[MoECall, torch.Tensor]:
+    """Draw a call, and the logits that its routes come from."""
     generator = torch.Generator("cuda").manual_seed(tokens)
     x = torch.randn(tokens, geometry.hidden_size, device=CUDA, generator=generator).to(geometry.dtype)
     logits = router_logits(geometry, tokens, tokens, skewed).to(CUDA)
     logits[-1, -1] = logits[-1].max() + 1  # the last token has a route on the last rank
-    if geometry.scoring is not None:
-        return of_logits(x, logits)
-    values, ids = logits.topk(geometry.top_k, dim=1)
-    return MoECall(move_off_ties(x, INPUT_SCALE[0]) if off_ties else x, ids.int(), values.softmax(1))
+    routes = routes_of(geometry.scoring or Scoring(), geometry.top_k, logits)
+    return MoECall(move_off_ties(x, INPUT_SCALE[0]) if off_ties else x, *routes), logits
 
 
 def _beside_nan(form: Any, call: MoECall, first: torch.Tensor) -> None:
@@ -229,7 +226,7 @@ def small(form: str) -> None:
             each.bind(weights)
         errors = []
         for tokens in (1, 33, 256):
-            call = _drawn(geometry, tokens, False, form == "NVFP4")
+            call, _ = _drawn(geometry, tokens, False, form == "NVFP4")
             wanted = pair[1].run(call._replace(out=torch.zeros(call.x.shape, device=CUDA)))
             errors.append(distance(kernel.run(call), wanted))
         print(max(errors))
