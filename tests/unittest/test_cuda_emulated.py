@@ -92,6 +92,7 @@ def broken(geometry: Geometry, blocks: int, file: str, rule: str, by: str) -> Cu
 ONE_TOKEN = LAYERS | {
     "few tasks": Geometry(6, 1, 384, 64, "Swiglu", layout=WeightLayout(ROWS, GATE_UP), **W4A16),
     "many units": Geometry(4, 4, 256, 1216, "Silu", layout=WeightLayout(ROWS), **MXFP4),
+    "many units of MXFP8": Geometry(4, 4, 256, 1216, "Silu", layout=WeightLayout(ROWS), format="MXFP8"),
 }
 
 
@@ -190,7 +191,14 @@ def test_one_token(name: str, subnormals: bool) -> None:
 
 @pytest.mark.parametrize(
     ("layer", "tokens", "subnormals"),
-    [("many units", 2, True), ("many units", 8, True), ("MXFP8", 2, False), ("NVFP4", 8, False), ("NVFP4 float16", 8, False)],
+    [
+        ("many units", 2, True),
+        ("many units", 8, True),
+        ("many units of MXFP8", 3, True),
+        ("MXFP8", 2, False),
+        ("NVFP4", 8, False),
+        ("NVFP4 float16", 8, False),
+    ],
 )
 def test_few_tokens(layer: str, tokens: int, subnormals: bool) -> None:
     """FC2 of more units than a warp has registers for, stages of 32 and 16 rows in one ring, and 8 tokens without subnormals."""
@@ -233,14 +241,39 @@ def test_one_token_of_a_narrow_layer() -> None:
         assert torch.equal(kernel.run(call), first), machine.order
 
 
-@pytest.mark.parametrize("size", [2.0**58, 2.0**68])
-def test_one_token_that_is_very_large(size: float) -> None:
-    """x and h are multiplied by 2**60. From 2**68 on sums are not finite."""
+@pytest.mark.parametrize(("tokens", "size"), [(1, 2.0**58), (1, 2.0**68), (8, 2.0**58), (8, 2.0**80)])
+def test_values_that_are_very_large(tokens: int, size: float) -> None:
+    """x (one token) and h are multiplied by 2**60. From 2**68 on a token's sums are not finite; those of others are right."""
     geometry = ONE_TOKEN["many units"]
-    call = draw(geometry, 1)
-    call.x[0, 5] = size
-    found, right = one_token(geometry).run(call).float(), reference_of(geometry).run(call).float()
-    assert distance(found, right) < BOUND if size < 2.0**67 else not found.isfinite().any()
+    call = draw(geometry, tokens)
+    call.x[-1, 5] = size
+    found, right = one_token(geometry).run(call).float(), reference_of(geometry, tokens=tokens).run(call).float()
+    assert right.isfinite().all()
+    if size < 2.0**67:
+        assert distance(found[-1], right[-1]) < BOUND
+    else:
+        assert not found[-1].isfinite().any()
+    assert tokens == 1 or distance(found[:-1], right[:-1]) < BOUND
+
+
+@pytest.mark.parametrize("byte", [0, 255])
+@pytest.mark.parametrize(
+    ("layer", "tokens"), [("many units", 1), ("many units", 8), ("many units of MXFP8", 1), ("many units of MXFP8", 3)]
+)
+def test_special_scales_of_mx(layer: str, tokens: int, byte: int) -> None:
+    """E8M0's smallest, 2**-127, and its NaN, in FC2 by slices."""
+    geometry = ONE_TOKEN[layer]
+    call, scales = draw(geometry, tokens), weights_of(geometry).fc2_weight_sf.clone()
+    rows = scales.view(torch.uint8).view(geometry.num_experts, geometry.hidden_size, -1)
+    rows[int(call.ids[0, 0]), ::3] = byte
+    weights = replace(weights_of(geometry), fc2_weight_sf=scales)
+    found, right = (
+        one_token(geometry, weights=weights).run(call).float(),
+        reference_of(geometry, weights, tokens).run(call).float(),
+    )
+    assert torch.equal(found.isnan(), right.isnan())
+    assert found.isnan().any() == (byte == 255)
+    assert distance(found.nan_to_num(), right.nan_to_num()) < BOUND
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9])
@@ -321,7 +354,7 @@ def test_a_token_that_is_not_a_number(tokens: int) -> None:
 
 
 SMALL = Geometry(4, 4, 256, 128, "Silu", layout=WeightLayout(ROWS))
-IDLE_WARPS_MOVE_ON = "token.cuh", "if (units <= 0) stages.pass(number);", ""
+IDLE_WARPS_MOVE_ON = "slices.cuh", "if (units <= 0) stages.pass(number);", ""
 ENTRIES_WAIT_FOR_READERS = "schedule.cuh", "if (task < ENTRIES) return;", "return;"
 HANGS = {
     "a warp has no unit of FC2": (Geometry(4, 4, 640, 160, "Silu", layout=WeightLayout(ROWS)), 8, 3, 3, IDLE_WARPS_MOVE_ON),
@@ -386,13 +419,13 @@ MISSING = {
         "copy from outside of the layer's tensors at pipeline.cuh",
     ),
     "wait for products": (("sums.cuh", "barrier_wait(b.shared.full(buffer), parity);", ""), "a race: store_shared_float"),
-    "wait for h": (("token.cuh", "if (most != ~0u) break;", "break;"), BITS),
+    "wait for h": (("slices.cuh", "if (most != ~0u) break;", "break;"), BITS),
     "wait for h of a group": (("inputs.cuh", "if (most != ~0u) break;", "break;"), BITS),
     "wait for shares": (
         ("sums.cuh", "while (acquire_global(added) < (u32)(__popc(local) * TASKS2 * HALVES2)) __nanosleep(20);", ""),
         BITS,
     ),
-    "barrier of factors": (("products.cuh", "named_barrier<1, WARPS * 32>();", ""), "a race: load_shared_float .*token.cuh"),
+    "barrier of factors": (("products.cuh", "named_barrier<1, WARPS * 32>();", ""), "a race: load_shared_float .*slices.cuh"),
     "wait for the launch ahead": (("layer.cu", "wait_for_launch_ahead();", ""), "nothing changes any more"),
     "next epoch": (("schedule.cuh", "b.workspace.epoch()[0] = epoch + 1;", ""), BITS),
 }

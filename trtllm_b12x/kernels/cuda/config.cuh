@@ -14,9 +14,6 @@ constexpr bool NVFP4 = CODE_BITS == 4 && GROUP == 16;  // a block scale is E4M3;
 constexpr bool ONE_TOKEN = MAX_TOKENS == 1;            // its warps that multiply: one_token.cuh
 constexpr bool GATHER = MAX_TOKENS > 8;                // columns of a product are an expert's routes; else the tokens
 constexpr int COLUMNS = GATHER ? 8 : MAX_TOKENS;       // of a product that are handed over
-// FC2 multiplies as token.cuh says. On an H100 Qwen3-30B-A3B takes 58.3 us at 8 tokens so, else 58.6, and in MXFP8 31.8
-// at 2, else 32.7; FP4 at 2 and 4 tokens would be slower: 22.3 and 21.8 at 2, gpt-oss-120b 54.0 and 51.3.
-constexpr bool SLICES2 = ONE_TOKEN || (!GATHER && (CODE_BITS == 8 || MAX_TOKENS == 8));
 
 // ---- warps
 constexpr int THREADS = (WARPS + 1 + ADDERS) * 32;
@@ -108,6 +105,8 @@ static_assert(!GATHER || STAGES1 + 3 < ENTRIES, "a block would wait for an entry
 static_assert(STAGES1 * HALVES1 <= RING_HALVES && HALVES1 % HALVES2 == 0 && RING_HALVES % HALVES1 == 0 &&
                   RING_HALVES % HALVES2 == 0,
               "a stage would reach over the ring's end");
+static_assert(!ONE_TOKEN || SLICES2, "a call of one token multiplies by slices of columns");
+static_assert(!GATHER || !SLICES2, "slices are columns of one token's product");
 static_assert(!ONE_TOKEN || HALVES2 == 1, "a call of one token has one half of 16 rows in a stage of FC2");
 static_assert(BUFFERS % ADDERS == 0, "a buffer would have several warps that add, and a parity tells two phases apart");
 static_assert(BUFFERS % HALVES1 == 0 && BUFFERS % HALVES2 == 0, "the halves of a tile would lie apart");

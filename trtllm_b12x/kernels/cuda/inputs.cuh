@@ -1,5 +1,5 @@
-// Columns of a product: x (FC1) and h (FC2), in the registers of a warp that multiplies. ONE_TOKEN has its own: see
-// one_token.cuh.
+// Columns of a product: x (FC1) and h (FC2), in the registers of a warp that multiplies. Slices have their own: h in
+// slices.cuh, x of ONE_TOKEN in one_token.cuh.
 //
 // A pair of h is its own flag. It begins as 0xffffffff, which no rounding makes; FC2 loads pairs, in the size in which
 // they are written (32 bits, relaxed), until none of them is that, so no order between addresses is needed.

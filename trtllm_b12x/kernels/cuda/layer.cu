@@ -22,7 +22,7 @@
 //     schedule.cuh   virtual blocks, tickets, entries: the protocol, and why every launch ends
 //     pipeline.cuh   a warp's stages of weights
 //     inputs.cuh     x and h in registers
-//     token.cuh      a warp that multiplies; FC2 by slices of columns
+//     slices.cuh     what every warp that multiplies has; products for one token, by slices of columns
 //     products.cuh   calls of several tokens
 //     one_token.cuh  a call of one token
 //     sums.cuh       the warps that add

@@ -1,15 +1,17 @@
-// Codes and block scales to operands of mma, bit for bit as triton/operands.py decodes them. Exact in bfloat16, and for
-// NVFP4 in float16: FP4 comes out 2^-8 times as large, and whoever adds multiplies by 256.
+// Codes and block scales to operands of mma. Decoded, bit for bit as triton/operands.py does it, they are exact in
+// bfloat16, and for NVFP4 in float16: FP4 comes out 2^-8 times as large, and whoever adds multiplies by 256. Slices
+// take codes as they are.
 #pragma once
 #include "config.cuh"
 
 constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
 
-// ONE_TOKEN, and FC2 by SLICES2: FP4 goes to the tensor cores as it lies in bfloat16's bits, a subnormal that is 2^-126
-// times as large. x and h are 2^60 times as large: so products are numbers of float32 unless they are below 2^-60. |x|
-// or |h| of 2^68 or more becomes infinite, and sums infinite or NaN. In float16 FP4 is 2^-14 times as large, and x
-// stays. Block scales multiply sums, in float32. Without SUBNORMALS the tensor cores take subnormals as zeros: codes
-// are made 2^126 times as large first, and x and h stay.
+// By slices (FC1 of ONE_TOKEN, FC2 where SLICES2) codes go to the tensor cores as they lie in bfloat16's bits: FP4
+// 2^-126 times as large, a subnormal, and E4M3 2^-120 times. The other operand, x or h, is 2^60 times as large: so
+// products are numbers of float32 unless they are below 2^-60. |x| or |h| of 2^68 or more becomes infinite, and sums
+// infinite or NaN. In float16 FP4 is 2^-14 times as large, and x stays. Block scales multiply sums, in float32. Without
+// SUBNORMALS the tensor cores take subnormals as zeros: codes are made 2^126 or 2^120 times as large first, and x and h
+// stay.
 constexpr bool RAW_X = FLOAT16 || !SUBNORMALS;
 constexpr u32 ONES = 0x3f803f80u, TWO_TO_60 = 0x5d805d80u, TWO_TO_120 = 0x7b807b80u, TWO_TO_126 = 0x7e807e80u;  // pairs
 // What sums of FC1 and of FC2 are multiplied by, and h when it is stored.
@@ -79,7 +81,7 @@ DEVICE void decode8(u32 word, const Scale& scale, u32* pairs) {
 DEVICE int column8(int t, int i) { return CODE_BITS == 4 ? 32 * t + 8 * i : (i >> 1) * 64 + 16 * t + 8 * (i & 1); }
 DEVICE int column16(int t, int j) { return CODE_BITS == 4 ? 32 * t : 64 * j + 16 * t; }
 
-// Codes as they are, for SLICES2.
+// Codes as they are, for slices.
 template <bool float16>
 DEVICE void raw4(u32 word, u32* pairs) {
   if (float16 || SUBNORMALS) return codes4<float16>(word, pairs);
@@ -97,7 +99,7 @@ DEVICE void scales_of(u32 bytes, float& first, float& second) {
   second = value(bytes >> 8 & 255);
 }
 
-// 32 columns of a row. One scale (MXFP4), or two in a byte each. ONE_TOKEN: bytes that `Stages::column_scales` returns.
+// 32 columns of a row. One scale (MXFP4), or two in a byte each. Slices: what `Stages::column_scales` returns.
 struct Rows {
   uint4 codes[LOADS];
   u32 scales;

@@ -1,13 +1,15 @@
-// The warps that multiply in a call of one token (ONE_TOKEN). FC1 multiplies as FC2 does: see token.cuh.
+// The warps that multiply in a call of one token (ONE_TOKEN): both products by slices, see slices.cuh. They ask for the
+// first weights before the block knows its tasks.
 #pragma once
-#include "token.cuh"
+#include "routing.cuh"
+#include "slices.cuh"
 
-struct OneToken : TokenWarp {
+struct OneToken : MultiplyingWarp {
   u32 x[BLOCKS_A_WARP][8];  // as in memory until `arrange`
   const u8* id;             // of this lane's route
   u32 wide;
 
-  DEVICE explicit OneToken(const Block& block) : TokenWarp(block) {}
+  DEVICE explicit OneToken(const Block& block) : MultiplyingWarp(block) {}
 
   // ---- x
   // Loads x of all blocks of columns. x in FP4: codes to x[i][0] and [1], the scale to x[i][2].
@@ -97,7 +99,6 @@ struct OneToken : TokenWarp {
     kind_of(b, 0);  // behind it, routes are known
     stages.learn(b.shared.valid()[0]);
     units = stages.units;
-    token = 0;
     UNROLL
     for (int i = 0; i < HELD; i++) h_at[i] = place_of_h(i);
     while (number < stages.known || kind_of(b, number) == FC1) fc1();
@@ -105,7 +106,7 @@ struct OneToken : TokenWarp {
     for (int i = 0; i < HELD; i++) load_h(h_at[i], h[i]);
     while (!acquire_shared(b.shared.factors())) {
     }
-    while (kind_of(b, number) == FC2) fc2();
+    while (kind_of(b, number) == FC2) fc2_by_slices();
     if (b.lane == 0) barrier_arrive(b.shared.ended());
   }
 };

@@ -81,7 +81,7 @@ struct Stages {
     keep(codes1), keep(codes2), keep(scales1), keep(scales2), keep(read1), keep(read2), keep(ring);
   }
 
-  // Where the scales that this lane needs lie in those of a stage. `slices`: of token.cuh's columns of products.
+  // Where the scales that this lane needs lie in those of a stage. `slices`: of slices.cuh's columns of products.
   // `bytes`: of a lane's copy from 128x4 tiles; `odd`: ahead of its row's else.
   template <bool slices>
   DEVICE u32 own_scales(int bytes, int odd) const {
@@ -334,7 +334,7 @@ struct Stages {
       }
     }
   }
-  // Scales of the slices of products' columns 2t and 2t + 1; see token.cuh.
+  // Scales of the slices of products' columns 2t and 2t + 1; see slices.cuh.
   DEVICE u32 column_scales(u32 at) const {
     if (CODE_BITS == 8) return load_shared_u8(at);
     if (GROUP == 32) return load_shared_u16(at);

@@ -1,17 +1,17 @@
 // The warps that multiply: they copy weights, decode them, and hand products over to the warps that add.
 //
 // The columns of mma.m16n8k16: FC1 multiplies for all tokens of the call, also for those that the expert has not; their
-// columns are not handed over. FC2 multiplies for one token at a time. In a call that gathers the columns are the
-// routes of the group. ONE_TOKEN has warps of its own: see one_token.cuh.
+// columns are not handed over. FC2 multiplies for one token at a time: by slices of its h (slices.cuh) or by units. In
+// a call that gathers the columns are the routes of the group. ONE_TOKEN has warps of its own: see one_token.cuh.
 #pragma once
 #include "inputs.cuh"
+#include "slices.cuh"
 #include "sums.cuh"
-#include "token.cuh"
 
-struct Multiplier : TokenWarp {
+struct Multiplier : MultiplyingWarp {
   Inputs& in;
 
-  DEVICE Multiplier(const Block& block, Inputs& inputs) : TokenWarp(block), in(inputs) {}
+  DEVICE Multiplier(const Block& block, Inputs& inputs) : MultiplyingWarp(block), in(inputs) {}
 
   DEVICE u32 current() const { return kind_of(b, number); }
   DEVICE u32 entry() const { return b.shared.entry(number); }
@@ -140,9 +140,9 @@ struct Multiplier : TokenWarp {
     resident_tile(tokens & 1, tokens & 2, [](int) {}, [](int) {});
     end_task();
   }
-  // A token's units of FC2 go round the warps; products are added up over its routes here. The columns of a product are
-  // units: h of several is loaded at once, and unit j of them is right in column j.
-  DEVICE void fc2_of_token(const u8* h) {
+  // Without SLICES2: a token's units of FC2 go round the warps; products are added up over its routes here. The columns
+  // of a product are units: h of several is loaded at once, and unit j of them is right in column j.
+  DEVICE void fc2_by_units(const u8* h) {
     constexpr int AT_ONCE = 8, HALVES = HALVES2;
     token = load_shared(entry() + INFO_AT) >> 16, units = stages.units_of(token);
     if (units <= 0) stages.pass(number);
@@ -210,9 +210,9 @@ struct Multiplier : TokenWarp {
       const u8* h = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + t * 16;
       while (current() == FC2) {
         if constexpr (SLICES2)
-          fc2();
+          fc2_by_slices();
         else
-          fc2_of_token(h);
+          fc2_by_units(h);
       }
     }
     if (b.lane == 0) barrier_arrive(b.shared.ended());

@@ -4,11 +4,11 @@
 // for FC2's.
 //
 // A call that does not gather has as many virtual blocks as blocks. Virtual block v stands for every task of FC1 whose
-// number is v modulo `blocks`, and for as many of FC2, counted from the other end: the last virtual blocks have the
-// fewest tasks of FC1. A block takes the virtual block of its own number, and goes on to FC2 when all are taken. Until
-// then it takes one that is left whenever all its warps have given its tasks back: those of blocks that are late. A
-// late block works on FC1 of its own virtual block in any case, since its weights are asked for before it is known
-// who has taken it; its products are the same bits.
+// number is v modulo `blocks`, and for its share of FC2's, every one or, with BESIDE, one after the other. The last
+// virtual blocks have the fewest tasks of FC1, so they have the most of FC2. A block takes the virtual block of its own
+// number, and goes on to FC2 when all are taken. Until then it takes one that is left whenever all its warps have given
+// its tasks back: those of blocks that are late. A late block works on FC1 of its own virtual block in any case, since
+// its weights are asked for before it is known who has taken it; its products are the same bits.
 //
 // In a call that gathers a task is a ticket: the next number of a counter in the workspace, of FC1, then of FC2, then
 // of SUM; one of the first `blocks` tickets stands for several tasks of FC1. A block takes tickets a few tasks ahead.

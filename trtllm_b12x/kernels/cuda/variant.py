@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ _RING = 75 << 10
 _WARPS = 20
 """Maximum number of warps that read. With 20 a thread has 80 registers, with 16 it has 96."""
 _TASKS = 120
-"""Minimum number of FC2's tasks, so that every multiprocessor of a large card has one."""
+"""Minimum number of tasks of FC1 and of FC2, so that every multiprocessor of a large card has one."""
 MOST_BLOCKS = 256
 """Maximum number of blocks of a launch: a block has room for so many virtual blocks."""
 _MAX_TOP_K = 32
@@ -105,7 +106,7 @@ def sources() -> dict[str, str]:
 def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Variant, ...]:
     """Return the variants for calls of a layer: of ``TOKENS``, those that pay.
 
-    ``subnormals``: mma.sync takes those of bfloat16. Variants that gather do not depend on it.
+    ``subnormals``: mma.sync takes those of bfloat16. Variants whose FC2 goes by slices depend on it.
     Raise ValueError if the kernel does not take a size or the layout.
     """
     tiled = g.layout.scales != ROWS
@@ -123,7 +124,7 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     if g.scoring is not None and g.num_experts * g.ranks > _MAX_SCORED:
         raise ValueError(f"one launch takes the logits of at most {_MAX_SCORED} experts, not {g.num_experts * g.ranks}")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
-    found = [_variant(g, tokens, form.code_bits, form.group_size, tiled, subnormals or tokens > _COLUMNS) for tokens in taken]
+    found = [_variant(g, tokens, form.code_bits, form.group_size, tiled, subnormals) for tokens in taken]
     if found[-1] is None:
         raise ValueError(f"one launch of {taken[-1]} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
     return tuple(variant for variant in found if variant is not None)  # a larger one serves instead
@@ -134,9 +135,18 @@ def _most_apart(g: Geometry) -> int:
 
     Measured on an H100: gathering is faster where a warp has several blocks of columns, or a token many experts (Nemotron-3-Super
     at 8 tokens 202 and 228 us, but at 4 113 and 101, gemma-4-26B-A4B in MXFP8 130 and 142, MiniMax-M3 at 4 tokens 50 and 61,
-    Qwen3-30B-A3B at 8 tokens 64 and 60).
+    Qwen3-30B-A3B at 8 tokens 64 and 60, then without slices).
     """
     return 1 if g.stored_hidden > 32 * 128 else 4 if g.stored_hidden > 16 * 128 or g.top_k > 16 else _COLUMNS
+
+
+def _slices(tokens: int, bits: int) -> bool:
+    """Return whether FC2's columns are slices of one token's, as ``slices.cuh`` says.
+
+    Microseconds on an H100, with and without: Qwen3-30B-A3B at 8 tokens 58.3 and 58.6, in MXFP8 at 2 tokens 31.8 and 32.7, but in
+    FP4 at 2 tokens 22.3 and 21.8, and gpt-oss-120b at 2 tokens 54.0 and 51.3.
+    """
+    return tokens == 1 or (tokens <= _COLUMNS and (bits == 8 or tokens == _COLUMNS))
 
 
 def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subnormals: bool) -> Variant | None:
@@ -151,16 +161,17 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         parts = max(-(-_COLUMNS // split), min(4, 16 // split))  # each token has a warp that reads its routes
     warps = split * parts
     parts2 = _parts_of_fc2(warps, -(-g.intermediate_size // 128)) if gather else 1
-    # Tiles of 16 columns in a task of FC1. On an H100 gpt-oss-120b (I 2944) takes 589 us at 64 tokens with 8 and 600 with 4, but
-    # Qwen3-30B-A3B (I 768) at 16 tokens 92.7 and 88.5: a multiprocessor has few such tasks.
-    most = 8 if g.gated and g.intermediate_size >= 2048 else 4
-    times = max(1, most // parts) if gather and split * 2 >= blocks else 1
+    # Tiles in a task of FC1. On an H100 gpt-oss-120b (I 2944) takes 589 us at 64 tokens with 8 and 600 with 4, but Qwen3-30B-A3B
+    # (I 768) at 16 tokens 92.7 and 88.5: a multiprocessor gets too few such tasks.
+    tasks = [1]
+    if gather and split * 2 >= blocks:
+        tasks = [max(1, most // parts) for most in ((8, 4) if g.gated and g.intermediate_size >= 2048 else (4,))]
     scales = 128 // group  # bytes of a row of a stage
     if not tiled and any(size // group % scales for size in (g.stored_hidden, g.intermediate_size)):
         scales += 4
     adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
     buffers = adders if tokens > 2 else 2 * adders
-    entries, tiles = 8 if tokens == 1 else 16, max(parts * times, parts2)
+    entries = 8 if tokens == 1 else 16
     narrow = tokens == 1 and bits == 4 and g.stored_hidden < 16 * _TASKS  # FC2 has few tiles of 16 rows: of 8, then
     units = -(-g.intermediate_size // (256 if narrow else 128)) if tokens == 1 else 0  # of a route in FC2
     # Halves of a stage of FC1 and of FC2, stages of FC1 on their way, halves of a warp's ring.
@@ -174,7 +185,8 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         del choices[0]
     elif tokens * g.stored_hidden < 32 * _TASKS:  # Nemotron-3-Super at 2 tokens 63.4 us on an H100, without this choice 66.1
         choices[:1] = [(2, 1, 1, 4)] if tall else []
-    for chosen in choices:
+    for chosen, times in product(choices, tasks):
+        tiles = max(parts * times, parts2)
         ring = warps * chosen[-1] * (256 * bits + 16 * scales)
         sums = buffers * warps * min(tokens, _COLUMNS) * 64
         barriers = 8 * (2 * buffers + 1 + 2 * entries)
@@ -210,7 +222,8 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
         "NARROW": int(narrow),
         "MOST_BLOCKS": MOST_BLOCKS,
         "SPIN_SECONDS": SPIN_SECONDS,
-        "SUBNORMALS": int(subnormals),
+        "SLICES2": int(_slices(tokens, bits)),
+        "SUBNORMALS": int(subnormals or not _slices(tokens, bits)),
         **offsets,
         **_scoring(g),
     }

@@ -1,5 +1,6 @@
-// A warp that multiplies, and how it multiplies for one token (FC2 if SLICES2, and FC1 of ONE_TOKEN): with fewer
-// instructions, since a token needs one of the eight columns of a product. The columns are slices of the weights'.
+// What every warp that multiplies has, and how it multiplies for one token at a time: FC2 where SLICES2, and FC1 of
+// ONE_TOKEN. A token needs one of the eight columns of a product. So the columns take slices of the token's x or h, and
+// fewer instructions are needed.
 //
 // A lane 4g + t has 32 of the 128 columns of a row of weights: slice t, in two halves of 16. Column n of x, n < 4, has
 // the first half of slice n and zeros elsewhere, and column n + 4 the second half. So a product's sum belongs to one
@@ -9,10 +10,9 @@
 #pragma once
 #include "inputs.cuh"
 #include "pipeline.cuh"
-#include "routing.cuh"
 
-struct TokenWarp {
-  // Units of FC2 of a warp, and those whose h is in registers.
+struct MultiplyingWarp {
+  // Units of FC2 of a warp, and those whose h is in registers: at most 32 of them.
   static constexpr int MOST_UNITS = (Stages::ALL_UNITS + WARPS - 1) / WARPS;
   static constexpr int MOST_HELD = 4 / UNIT_BLOCKS, HELD = MOST_UNITS < MOST_HELD ? MOST_UNITS : MOST_HELD;
   const Block& b;
@@ -23,10 +23,10 @@ struct TokenWarp {
   u32 number = 0;                // of the task that is computed next
   u32 h[HELD][8 * UNIT_BLOCKS];  // of the next units
   u32 h_at[HELD];                // where this lane's h of those units begins: see `place_of_h`
-  u32 token = ~0u;               // whose h that is
-  int units = 0;                 // of FC2 that this warp has of the token
+  u32 token = ~0u;               // of FC2's task; by slices also whose h that is
+  int units = 0;                 // of FC2 that this warp has of it
 
-  DEVICE explicit TokenWarp(const Block& block)
+  DEVICE explicit MultiplyingWarp(const Block& block)
       : b(block), stages(block), g(block.lane >> 2), t(block.lane & 3), has_x((g & 3) == t) {}
 
   // First of this lane's 16 columns of x, in a block of 128.
@@ -125,11 +125,11 @@ struct TokenWarp {
     const u32 unit = b.warp + i * WARPS;
     const int first = unit % UNITS2 * UNIT_BLOCKS * 128 + column();
     if (!has_x || i >= units || (!FULL2 && first >= INTERMEDIATE)) return ~0u;
-    const u32 buffer = (load_shared(b.shared.epoch()) & 1) * (u32)H_BUFFER,
+    const u32 of_epoch = (load_shared(b.shared.epoch()) & 1) * (u32)H_BUFFER,
               alone = !FULL2 && first + 128 >= INTERMEDIATE,
               at = ONE_TOKEN ? load_shared(b.shared.unit(unit) + UNIT_H)
                              : (load_shared(route_of(unit) + ROUTE_NUMBER) * BLOCKS2 + unit % UNITS2) * 256;
-    return buffer + at + (g >> 2) * 128 + t * 16 + (NARROW ? alone : 0);
+    return of_epoch + at + (g >> 2) * 128 + t * 16 + (NARROW ? alone : 0);
   }
   DEVICE void load_h(u32 place, u32* to) const {
     UNROLL
@@ -163,7 +163,7 @@ struct TokenWarp {
       load_h(h_at[i], h[i]);
     }
   }
-  DEVICE void fc2() {
+  DEVICE void fc2_by_slices() {
     if (!ONE_TOKEN) {
       const u32 next = load_shared(b.shared.entry(number) + INFO_AT) >> 16;
       if (next != token) {
