@@ -57,7 +57,7 @@ device: $(VENV)/.test
 # Our own kernels for SM12x on a Hopper GPU: about 20 minutes.
 device-own: $(VENV)/.test
 	$(BIN)/python -m pytest tests/integration/test_sm12x_on_hopper_device.py
-	$(OWN) measure .device/own.json
+	$(OWN) measure .device/own.json --processes $$(( $$(nproc) / 2 + 1 ))
 	$(OWN) mutate .device/own.json
 	$(OWN) start .device/own.json
 	SM12X_ON_HOPPER=120 $(BIN)/python -m pytest tests/integration/test_kernels_device.py tests/integration/test_cuda_device.py

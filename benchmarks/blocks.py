@@ -76,18 +76,26 @@ def own(found: Found) -> list[str]:
     if "own-on-hopper.json" not in found:
         return []
     run = found["own-on-hopper.json"]
-    compilers = " and ".join(sorted({f"Triton {r['triton']} for `{r['target']}`" for r in run["own"]}))
-    head = f"{run['gpu']}, {run['date']}, torch {run['torch']}, {compilers} ([every number](own-on-hopper.json)):"
+    makers = {(f"Triton {r['triton']}" if "triton" in r else f"NVRTC {r['nvrtc']}", r["target"]) for r in run["own"]}
+    compilers = ", ".join(f"{maker} for `{target}`" for maker, target in sorted(makers))
+    gpus = " and ".join(sorted({r["gpu"] for r in run["own"]}))
+    head = f"{gpus}, {run['date']}, torch {run['torch']}, {compilers} ([every number](own-on-hopper.json)):"
     names, numbers = ("layer", "format", "family"), ("forms", "kernels", "calls")
     merged: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in run["own"]:
         merged.setdefault(tuple(r[name] for name in names), []).append(r)
 
     def summed(rows: list[dict[str, Any]]) -> list[Any]:
-        return [*(sum(r[name] for r in rows) for name in numbers), f"{max(r['error'] for r in rows):.4f}"]
+        tokens = [r["token error"] for r in rows if "token error" in r]
+        worst = [max(r["error"] for r in rows), max(tokens)]
+        return [*(sum(r[name] for r in rows) for name in numbers), *(f"{error:.4f}" for error in worst)]
 
-    rows = [[layer, form, f"`{family}`", *summed(of), of[0]["bound"]] for (layer, form, family), of in merged.items()]
-    return [head, "", *table([*names, *numbers, "worst error", "bound"], [*rows, ["all", "", "", *summed(run["own"]), ""]])]
+    rows = [
+        [layer, form, f"`{family}`", *summed(of), f"{of[0]['bound']}, {max(r.get('token bound', 0) for r in of)}"]
+        for (layer, form, family), of in merged.items()
+    ]
+    head_row = [*names, *numbers, "worst error", "of a token", "bounds"]
+    return [head, "", *table(head_row, [*rows, ["all", "", "", *summed(run["own"]), ""]])]
 
 
 def mutations(found: Found) -> list[str]:

@@ -97,15 +97,45 @@ def load(docs: Path) -> dict[str, dict[str, Any]]:
     return {name: json.loads((docs / name).read_text(encoding="utf-8")) for name in names if (docs / name).exists()}
 
 
+class WrongNumbersError(ValueError):
+    """Kernels computed what is beyond a bound."""
+
+
+def beyond_bounds(found: dict[str, Any]) -> list[str]:
+    """Return a line for each number of a run of ``make device-own`` that is beyond its bound; a missing one (NaN) is.
+
+    A mutation must be found: its error is at least 10 times the bound.
+    """
+
+    def within(value: float | None, bound: float) -> bool:
+        return value is not None and value <= bound
+
+    wrong = []
+    for r in found.get("own", []):
+        for name, bound in (("error", "bound"), ("token error", "token bound")):
+            if bound in r and not within(r[name], r[bound]):
+                wrong.append(f"{r['layer']}, {r['format']}, {r['family']}, {r['target']}: {name} {r[name]}, at most {r[bound]}")
+    for r in found.get("mutations", []):
+        if r["what"] == "nothing" and not within(r["error"], r["bound"]):
+            wrong.append(f"{r['format']}, small layer: error {r['error']}, at most {r['bound']}")
+        if r["what"] != "nothing" and within(r["error"], 10 * r["bound"]):
+            wrong.append(f"{r['format']}, {r['what']}: error {r['error']}, at least {10 * r['bound']}")
+    starts = (r for r in found.get("starts", []) if not r.get("captured", True))
+    return wrong + [f"{r['card']}, {r['format']}, {r['caches']}: a graph computes something else" for r in starts]
+
+
 def take(path: Path, docs: Path) -> Path:
     """Copy what a run wrote; returns where to.
 
     Raises:
-        ValueError: it is none of the files that are known.
+        ValueError: it is none of the files that are known, or has wrong numbers.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)  # NaN
         source = next((source for source in SOURCES if source.is_it(found)), None)
+        wrong = beyond_bounds(found) if source is not None and source.file == "own-on-hopper.json" else []
+        if wrong:
+            raise WrongNumbersError(f"{path} is not taken, as it has wrong numbers:\n" + "\n".join(wrong))
         if source is not None:
             found = of_served.without_paths(found) if source.file == "served.json" else found
             target, kept = docs / source.file, _with_other_models(found, docs / source.file)
@@ -114,6 +144,8 @@ def take(path: Path, docs: Path) -> Path:
             target, kept = docs / "on-card" / f"{name}.json", _of_a_card(found)
         else:
             raise ValueError("it has not the form of any")
+    except WrongNumbersError:
+        raise
     except (OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise ValueError(f"{path}: not a file that a benchmark wrote: {error}") from None
     target.parent.mkdir(parents=True, exist_ok=True)

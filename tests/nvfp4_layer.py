@@ -230,3 +230,9 @@ def random_call(
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative L2."""
     return float((found.float().to(expected.device) - expected).norm() / expected.norm())
+
+
+def worst_token(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest relative L2 of a token; of a token without routes, relative to the mean norm."""
+    errors, norms = (found.float().to(expected.device) - expected).norm(dim=1), expected.norm(dim=1)
+    return float((errors / torch.where(norms > 0, norms, norms.mean())).max())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from tests import layers, mxfp4, mxfp8
 from tests.checkpoints import random_experts
-from tests.nvfp4_layer import INPUT_SCALE, distance, random_call, random_layer
+from tests.nvfp4_layer import INPUT_SCALE, distance, random_call, random_layer, worst_token
 from trtllm_b12x import formats
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy, fastest
@@ -53,6 +54,8 @@ KINDS: dict[tuple[str, str], type[Any]] = {
     ("grouped", "MXFP8"): GroupedKernel,
 }
 BOUNDS = {"cuda": 0.004, "triton": 0.004, "grouped": 0.005}
+TOKEN_BOUNDS = {"grouped": 0.006, "grouped NVFP4": 0.02}
+"""For the worst token of a call. One that lacks 8 of 512 columns is off by 0.125. In FP4 a code of h may round differently."""
 TOKENS = {
     "cuda": (1, 2, 3, 5, 7, 8, 9, 16, 33, 64),
     "triton": (1, 2, 7, 8, 16, 33, 63, 128, 256),
@@ -98,7 +101,10 @@ def weights_of(geometry: Geometry) -> Any:
 
 
 def planned(kind: Kind, geometry: Geometry, first: int = 0) -> tuple[Any, Any]:
-    """Plan a kernel and its reference in torch on the same weights."""
+    """Plan a kernel and its reference in torch on the same weights.
+
+    Machine code of an SM12x card does not load on Hopper. So with ``SM12X_ON_HOPPER`` a kernel that runs there is translated.
+    """
     kernel = KINDS[kind]()
     pair = kernel, kernel.reference()
     weights = weights_of(geometry)
@@ -106,6 +112,7 @@ def planned(kind: Kind, geometry: Geometry, first: int = 0) -> tuple[Any, Any]:
         each.plan(geometry, max(TOKENS[kind[0]]), CUDA)
         each.bind(weights, first)
     kernel.self_test()
+    assert kernel.card.capability == int(os.environ.get("SM12X_ON_HOPPER", kernel.card.capability))
     return pair
 
 
@@ -121,6 +128,17 @@ def expected(yardstick: Any, x: torch.Tensor, ids: torch.Tensor, router_weights:
     return result
 
 
+def bounds_of(kind: Kind) -> tuple[float, float]:
+    """Return the bounds of a call's error and of its worst token's."""
+    bound = BOUNDS[kind[0]]
+    return bound, TOKEN_BOUNDS.get(" ".join(kind), TOKEN_BOUNDS.get(kind[0], bound))
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, kind: Kind) -> None:
+    for error, bound in zip((distance, worst_token), bounds_of(kind), strict=True):
+        assert error(found, wanted) < bound, (error.__name__, len(found))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @every_kind
 def test_numbers(kind: Kind, activation: str) -> None:
@@ -128,7 +146,7 @@ def test_numbers(kind: Kind, activation: str) -> None:
     kernel, yardstick = planned(kind, geometry)
     for tokens in TOKENS[kind[0]]:
         call = drawn(kind, geometry, tokens)
-        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], tokens
+        assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -145,7 +163,7 @@ def test_float16(family: str, large: bool) -> None:
         call = random_call(layer.geometry, tokens, device="cuda", dtype=torch.float16)
         result = kernel.run(MoECall(*call))
         assert result.dtype is torch.float16
-        assert distance(result, layer.expected(*call)) < BOUNDS[family], tokens
+        assert_close(result, layer.expected(*call), (family, "NVFP4"))
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [(kind, size) for kind, sizes in SIZES.items() for size in sizes], ids=str)
@@ -154,7 +172,7 @@ def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
     kernel, yardstick = planned(kind, geometry)
     for tokens in counts(kind, 1, 5, 8, 63, *((200, 700) if kind[0] == "grouped" else ())):
         call = drawn(kind, geometry, tokens)
-        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[kind[0]], tokens
+        assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
 
 
 @pytest.mark.parametrize("family", TOKENS)
@@ -174,7 +192,7 @@ def test_rows_of_scales_that_fill_no_words(family: str, form: str, hidden: int, 
     kernel, yardstick = planned(kind, geometry)
     for tokens in TOKENS[family]:
         call = drawn(kind, geometry, tokens)
-        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[family], tokens
+        assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +264,7 @@ def test_rows_as_vllm_has_them(family: str, form: str, order: str) -> None:
         each.bind(weights)
     for tokens in counts((family, form), 1, 8, 64):
         call = random_call(geometry, tokens, device="cuda", seed=tokens)
-        assert distance(kernel.run(MoECall(*call)), expected(yardstick, *call)) < BOUNDS[family], tokens
+        assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), (family, form))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] == "MXFP8"], ids=" ".join)
@@ -258,6 +276,7 @@ def test_every_scale(kind: Kind) -> None:
     x, _, router_weights = random_call(geometry, 4, device="cuda")
     ids = torch.tensor([[0], [1], [0], [1]], dtype=torch.int32, device=CUDA)
     kernel.bind(weights)
+    smallest = 2.0**-89 if kind[0] == "cuda" else 1e-38  # slices of cuda have zero below
     # What Triton multiplies as bfloat16 takes 2**-127 for zero.
     for byte in (*((0,) if kind[0] != "grouped" or kernel._native else ()), 1, 30, 100, 140, 254, 255):
         weights.fc1_weight_sf[..., 1].fill_(100 if byte == 254 else 127)
@@ -269,7 +288,7 @@ def test_every_scale(kind: Kind) -> None:
         if byte == 255:
             assert result.isnan().all()
         else:
-            assert torch.allclose(result, wanted, rtol=0.02, atol=float(wanted.abs().max()) * 0.01 + 1e-38), byte
+            assert torch.allclose(result, wanted, rtol=0.02, atol=float(wanted.abs().max()) * 0.01 + smallest), byte
 
 
 def test_the_products_are_the_cards_own() -> None:

@@ -22,7 +22,7 @@ E, TOP_K, H, SIZE = 16, 4, 512, 256
 REPLAYS = 50
 COUNTS = (1, 8, 63, 100)
 ACTIVATIONS = ("Swiglu", "Relu2", "limit", "alpha, beta, limit")
-SERVED = {"triton": ("NVFP4", "MXFP8"), "grouped": ("NVFP4", "MXFP8"), "b12x": ("NVFP4",)}
+SERVED = {"cuda": ("NVFP4", "MXFP8"), "triton": ("NVFP4", "MXFP8"), "grouped": ("NVFP4", "MXFP8"), "b12x": ("NVFP4",)}
 INPUTS = ("bf16", "quantized", "router weight on input")
 
 
@@ -98,15 +98,15 @@ CASES = [
 def test_replays_and_eager_calls_after_every_way_of_loading(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, family: str, number_format: str, activation: str, form: str
 ) -> None:
-    # MXFP8 has no path of the host's: grouped serves what triton does not.
-    both = (family, number_format) == ("triton", "MXFP8")
-    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton,grouped" if both else family)
+    # MXFP8 has no path of the host's: grouped serves what a decode family does not.
+    families = [family, "grouped"] if number_format == "MXFP8" and family != "grouped" else [family]
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", ",".join(families))
     if family == "b12x":
         request.getfixturevalue("bed")
     with crossover.unmeasured():
         module, tensors = built(number_format, activation, form == "router weight on input")
         backend = module.backend
-        assert list(backend.schedule.families) == (["triton", "grouped"] if both else [family]), backend.verdict
+        assert list(backend.schedule.families) == families, backend.verdict
         counts = [tokens for tokens in COUNTS if backend.schedule.at(tokens) is not None]
         assert counts
         calls = {tokens: call_of(backend, tokens, form) for tokens in counts}

@@ -130,6 +130,33 @@ def test_another_file_is_not_taken(root: Path, tmp_path: Path, capsys: pytest.Ca
     assert sorted(path.name for path in (root / "docs").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"error": 1.0}, "Qwen3-30B-A3B, NVFP4, grouped, sm_120a: error 1.0, at most 0.005"),
+        ({"error": None}, "error None, at most 0.005"),
+        ({"token error": 0.125, "token bound": 0.0125}, "token error 0.125, at most 0.0125"),
+    ],
+)
+def test_wrong_numbers_are_not_taken(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    run = json.loads((Path(__file__).parents[2] / "docs/own-on-hopper.json").read_text())
+    assert results.beyond_bounds(run) == []
+    run["own"][0].update(change)
+    (tmp_path / "own.json").write_text(json.dumps(run))
+    assert results.main(["--take", str(tmp_path / "own.json")], root) == 2
+    assert said in capsys.readouterr().err
+    assert not (root / "docs/own-on-hopper.json").exists()
+
+
+def test_a_mutation_that_changes_no_number_is_wrong() -> None:
+    lines = [{"format": "NVFP4", "what": what, "error": 0.002, "bound": 0.005} for what in ("nothing", "codes exchanged")]
+    assert results.beyond_bounds({"mutations": lines}) == ["NVFP4, codes exchanged: error 0.002, at least 0.05"]
+    graphs = [{"card": "GB10", "format": "MXFP8", "caches": "empty", "captured": False}, {"captured": True}, {}]
+    assert results.beyond_bounds({"starts": graphs}) == ["GB10, MXFP8, empty: a graph computes something else"]
+
+
 # ---- the floor of a decode step ----------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,9 @@
 """The package's kernels for SM12x on a Hopper GPU, every form that a card of the list may take: numbers, to JSON.
 
 ``python -m tests.integration.sm12x_on_hopper.own_run measure OUT.json [NAME ...]`` runs the layers of these names and adds their
-rows to the file, one set for each Triton and target (``--sm``). ``... mutate OUT.json`` breaks each replaced instruction in turn.
-``... start OUT.json [CARD ...]`` starts layers on cards of the list, from empty caches and from those that ``warmup`` filled.
-``python -m benchmarks.results --take FILE`` keeps the file.
+rows to the file, one set for each Triton and target (``--sm``). It exits with 1 if a number is beyond its bound.
+``... mutate OUT.json`` breaks each replaced instruction in turn. ``... start OUT.json [CARD ...]`` starts layers on cards of the
+list, from empty caches and from those that ``warmup`` filled. ``python -m benchmarks.results --take FILE`` keeps the file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -29,16 +30,17 @@ import torch
 
 from benchmarks.geometries import GEOMETRIES, MXFP4, W4A16
 from benchmarks.geometries import MXFP8 as OF_MXFP8
+from benchmarks.results import beyond_bounds
 from benchmarks.warmup import CARDS
-from tests import mxfp8
-from tests.integration.test_kernels_device import BOUNDS, KINDS, TOKENS, built
-from tests.nvfp4_layer import INPUT_SCALE, distance, random_layer
+from tests.integration.test_kernels_device import BOUNDS, KINDS, TOKENS, bounds_of, built, weights_of
+from tests.nvfp4_layer import INPUT_SCALE, distance, worst_token
 from trtllm_b12x.core import process
 from trtllm_b12x.dispatch.timing import router_logits
 from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.call import of_logits
 from trtllm_b12x.kernels.cards import MODELS, SHARED_MEMORY, Card
+from trtllm_b12x.kernels.cuda import nvrtc
 from trtllm_b12x.kernels.scoring import routes_of
 from trtllm_b12x.tools.cli import main as cli
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
@@ -47,6 +49,7 @@ from .build import MUTATION
 from .own import card_on_hopper
 
 CUDA = torch.device("cuda", 0)
+FAMILIES = ("grouped", "triton", "cuda")
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 31, 33, 64, 100, 128, 200, 256, 300, 700, 1024, 2048, 4096)
 RANKS = 4
 SMALL = Geometry(16, 4, 512, 256, "Swiglu")
@@ -96,7 +99,7 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
         cards = list(differing(kind, geometry, capacity, multiprocessors))
     except ValueError:
         return None
-    weights, first_expert = _weights(geometry), geometry.num_experts * (geometry.ranks - 1)
+    weights, first_expert = weights_of(geometry), geometry.num_experts * (geometry.ranks - 1)
     yardstick, from_ids = kind.reference(), replace(geometry, scoring=None)
     yardstick.plan(from_ids, capacity, CUDA)
     yardstick.bind(weights, first_expert)
@@ -105,7 +108,7 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
     expected: dict[int, torch.Tensor] = {}
     done: set[str] = set()
     codes: set[str] = set()
-    errors: list[float] = []
+    errors: list[tuple[float, float]] = []
     ran = 0
     for card in cards:
         kernel = kind(card)
@@ -126,18 +129,17 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
                     expected[n] = yardstick.run(routed._replace(out=torch.zeros(call.x.shape, device=CUDA)))
                 first = form.run(call)
                 assert all(torch.equal(form.run(call), first) for _ in range(2)), (name, family, label, n)
-                errors.append(distance(first, expected[n]))
+                errors.append((distance(first, expected[n]), worst_token(first, expected[n])))
                 ran += 3
                 if n > 1:
                     _beside_nan(form, call, first)
                     ran += 1
     found = {"layer": name, "format": geometry.format, "family": family + ", logits" * (geometry.scoring is not None)}
-    worst = float(torch.tensor(errors).max())  # NaN if one is
-    return {**found, "forms": len(done), "kernels": len(codes), "calls": ran, "error": worst, "bound": BOUNDS[family]}
-
-
-def _weights(geometry: Geometry) -> Any:
-    return mxfp8.random_weights(geometry, CUDA) if geometry.format == "MXFP8" else random_layer(geometry, "cuda").kernel_weights()
+    worst, token = torch.tensor(errors).amax(0).tolist()  # NaN if one is
+    digest = hashlib.sha256("".join(sorted(codes)).encode()).hexdigest()[:12]
+    bound, token_bound = bounds_of((family, geometry.format))
+    numbers = {"error": worst, "bound": bound, "token error": token, "token bound": token_bound}
+    return {**found, "forms": len(done), "kernels": len(codes), "digest": digest, "calls": ran, **numbers}
 
 
 def differing(kind: Any, geometry: Geometry, capacity: int, multiprocessors: Iterable[int]) -> Iterator[Card]:
@@ -180,38 +182,97 @@ def _beside_nan(form: Any, call: MoECall, first: torch.Tensor) -> None:
     assert after[-1].isnan().all()
 
 
-def measure(out: Path, names: list[str], sm: int) -> None:
-    """Add rows to ``out``, layer by layer; what is there of others stays."""
+def measure(out: Path, names: list[str], sm: int, families: list[str]) -> None:
+    """Add rows to ``out``, layer by layer; what is there of others stays.
+
+    Raise SystemExit, with each number that is beyond its bound, after the last layer.
+    """
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    compiled = {"triton": versions()["triton"], "target": f"sm_{sm}a"}
+    target, triton = f"sm_{sm}a", versions()["triton"]
+    added = []
     with card_on_hopper(torch.cuda.get_device_properties(0).multi_processor_count, sm):
         for name in names or layers():
-            same = {"layer": name, **compiled}.items()
-            rows = result["own"] = [line for line in result.get("own", []) if not line.items() >= same]
             of = layers()[name]
-            for geometry, family in (*product(of, ("grouped", "triton", "cuda")), (replace(of[-1], scoring=Scoring()), "cuda")):
-                line = row(name, geometry, family)
+            scored = replace(of[-1], scoring=Scoring())
+            rows = []
+            for geometry, family in (*product(of, FAMILIES), (scored, "cuda")):
+                line = row(name, geometry, family) if family in families else None
                 process.forget()
                 gc.collect()
                 torch.cuda.empty_cache()
                 if line is not None:
-                    rows.append({**line, **compiled})
+                    compiler = {"nvrtc": nvrtc.version()} if family == "cuda" else {"triton": triton}
+                    rows.append({**line, **compiler, "target": target, "gpu": torch.cuda.get_device_name()})
                     print(rows[-1], flush=True)
+            _add(result, rows)
+            added += rows
             out.write_text(json.dumps(result | versions(), indent=1))
+    _refuse_wrong_numbers({"own": added})
+
+
+def _add(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Put rows in the place of those of the same layer, target, family and Triton."""
+
+    def place(line: dict[str, Any]) -> tuple[str, ...]:
+        triton = "" if line["family"].startswith("cuda") else line["triton"]
+        return line["layer"], line["target"], line["format"], line["family"], triton
+
+    places = set(map(place, rows))
+    result["own"] = [line for line in result.get("own", []) if place(line) not in places] + rows
+
+
+def _refuse_wrong_numbers(found: dict[str, Any]) -> None:
+    wrong = beyond_bounds(found)
+    if wrong:
+        sys.exit("\n".join(("wrong numbers:", *wrong)))
+
+
+def measure_beside(out: Path, names: list[str], sm: int, families: list[str], processes: int) -> None:
+    """As :func:`measure`, with a process for each layer, ``processes`` at a time, which share this machine's CPUs and GPUs."""
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    cpus, gpus = sorted(os.sched_getaffinity(0)), torch.cuda.device_count()
+    shares = [cpus[i::processes] or cpus for i in range(processes)]
+    free, failed = list(range(processes)), []
+
+    def of_a_layer(name: str) -> tuple[int, dict[str, Any]]:
+        place = free.pop()
+        os.sched_setaffinity(0, shares[place])  # of this thread: the process that it starts inherits it
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder) / "part.json"
+            command = [sys.executable, "-m", __spec__.name, "measure", str(part), name, "--sm", str(sm), "--families", *families]
+            env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(place % gpus)}
+            status = subprocess.run(command, env=env, check=False).returncode
+            free.append(place)
+            return status, json.loads(part.read_text()) if part.exists() else {}
+
+    with ThreadPoolExecutor(processes) as pool:
+        for name, (status, part) in zip(names, pool.map(of_a_layer, names), strict=True):
+            if status and not part:
+                failed.append(f"{name}: its process ended with {status}")
+            _add(result, part.get("own", []))
+            out.write_text(json.dumps(result | versions(), indent=1))
+    if failed:
+        sys.exit("\n".join(failed))
+    _refuse_wrong_numbers({"own": [line for line in result["own"] if line["layer"] in names and line["target"] == f"sm_{sm}a"]})
 
 
 def mutate(out: Path) -> None:
-    """Add the error of ``grouped`` with each instruction broken, on a small layer, in a process each."""
+    """Add the error of ``grouped`` with each instruction broken, on a small layer, in a process each, four at a time."""
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    result["mutations"] = []
-    for (form, what), change in MUTATIONS.items():
+
+    def error(form: str, change: tuple[str, str]) -> float:
         command = [sys.executable, "-m", __spec__.name, "small", "-", form]
         with tempfile.TemporaryDirectory() as folder:
             env = {**os.environ, "XDG_CACHE_HOME": folder} | ({MUTATION: " => ".join(change)} if any(change) else {})
-            said = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
-        result["mutations"].append({"format": form, "what": what, "error": float(said.split()[-1]), "bound": BOUNDS["grouped"]})
-        print(result["mutations"][-1], flush=True)
-        out.write_text(json.dumps(result | versions(), indent=1))
+            return float(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
+
+    with ThreadPoolExecutor(4) as pool:
+        errors = list(pool.map(error, (form for form, _ in MUTATIONS), MUTATIONS.values()))
+    of = zip(MUTATIONS, errors, strict=True)
+    result["mutations"] = [{"format": form, "what": what, "error": e, "bound": BOUNDS["grouped"]} for (form, what), e in of]
+    print(*result["mutations"], sep="\n", flush=True)
+    out.write_text(json.dumps(result | versions(), indent=1))
+    _refuse_wrong_numbers({"mutations": result["mutations"]})
 
 
 def small(form: str) -> None:
@@ -219,7 +280,7 @@ def small(form: str) -> None:
     with card_on_hopper(48):
         geometry = replace(SMALL, format=form)
         kernel = KINDS["grouped", form](Card(48, SHARED_MEMORY, 120))
-        weights = _weights(geometry)
+        weights = weights_of(geometry)
         pair = kernel, kernel.reference()
         for each in pair:
             each.plan(geometry, 256, CUDA)
@@ -294,9 +355,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("names", nargs="*", help="layers; of small, a format")
     parser.add_argument("--sm", type=int, choices=(120, 121), default=120, help="of measure: the card's architecture")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="of measure: default all")
+    parser.add_argument("--processes", type=int, default=1, help="of measure: how many layers at a time")
     given = parser.parse_args()
-    if given.what == "measure":
-        measure(given.out, given.names, given.sm)
+    if given.what == "measure" and given.processes > 1:
+        measure_beside(given.out, given.names or list(layers()), given.sm, given.families, given.processes)
+    elif given.what == "measure":
+        measure(given.out, given.names, given.sm, given.families)
     elif given.what == "mutate":
         mutate(given.out)
     elif given.what == "start":

@@ -92,23 +92,39 @@ FROM_E2M1 = _kernel(
 )
 """``(256,)`` u8 to ``(256,)`` b32, one block."""
 
+_PREDICATES = """
+	setp.ne.u64 %p1, %rd1, 0;
+	setp.eq.u64 %p2, %rd1, 0;
+"""
+"""True and false."""
+
 PAIRS = _kernel(
     2,
-    "",
-    """
-	ld.global.v2.u64 {%rd3,%rd4}, [%rd1];
+    ".reg .pred %p<3>;",
+    f"""{_PREDICATES}
+	ld.global.v2.u64 {{%rd3,%rd4}}, [%rd1];
 	ld.global.u64 %rd5, [%rd1+16];
 	fma.rn.f32x2 %rd6, %rd3, %rd4, %rd5;
 	add.f32x2 %rd7, %rd3, %rd4;
-	st.global.v2.u64 [%rd2], {%rd6,%rd7};
+	st.global.v2.u64 [%rd2], {{%rd6,%rd7}};
+	mul.f32x2 %rd6, %rd3, %rd4;
+	@%p1 sub.f32x2 %rd7, %rd3, %rd4;
+	st.global.v2.u64 [%rd2+16], {{%rd6,%rd7}};
+	@%p2 mul.f32x2 %rd6, %rd5, %rd5;
+	@!%p1 fma.rn.f32x2 %rd7, %rd5, %rd5, %rd5;
+	st.global.v2.u64 [%rd2+32], {{%rd6,%rd7}};
+	ld.global.u64 %rd5, [%rd1+24];
+	add.ftz.f32x2 %rd6, %rd5, %rd5;
+	add.f32x2 %rd7, %rd5, %rd5;
+	st.global.v2.u64 [%rd2+48], {{%rd6,%rd7}};
 """,
 )
-"""``(3, 2)`` f32 to ``(2, 2)``: the first two multiplied, plus the third; and added."""
+"""a, b, c and d ``(4, 2)`` f32 to ``(8, 2)``: a b + c, a + b, a b, a - b, the last two again, 2 d without subnormals, 2 d."""
 
 MIXED = _kernel(
     3,
-    ".reg .b32 %r<4>; .reg .b16 %rs<2>; .reg .f32 %f<4>;",
-    """
+    ".reg .pred %p<3>; .reg .b32 %r<4>; .reg .b16 %rs<2>; .reg .f32 %f<4>;",
+    f"""{_PREDICATES}
 	mov.u32 %r1, %ctaid.x;
 	mov.u32 %r2, %tid.x;
 	mad.lo.s32 %r3, %r1, 256, %r2;
@@ -120,7 +136,8 @@ MIXED = _kernel(
 	add.s64 %rd6, %rd3, %rd4;
 	ld.global.f32 %f1, [%rd5];
 	add.f32.bf16 %f2, %rs1, %f1;
-	fma.rn.f32.bf16 %f3, %rs1, %rs1, %f2;
+	@%p2 add.f32.bf16 %f2, %rs1, %f2;
+	@%p1 fma.rn.f32.bf16 %f3, %rs1, %rs1, %f2;
 	st.global.f32 [%rd6], %f3;
 """,
 )
@@ -128,16 +145,19 @@ MIXED = _kernel(
 
 LARGEST = _kernel(
     2,
-    ".reg .f32 %f<5>;",
-    """
-	ld.global.v2.f32 {%f1,%f2}, [%rd1];
+    ".reg .pred %p<3>; .reg .f32 %f<6>;",
+    f"""{_PREDICATES}
+	ld.global.v2.f32 {{%f1,%f2}}, [%rd1];
 	ld.global.f32 %f3, [%rd1+8];
 	max.f32 %f4, %f1, %f2, %f3;
-	max.NaN.f32 %f1, %f1, %f2, %f3;
-	st.global.v2.f32 [%rd2], {%f4,%f1};
+	min.ftz.f32 %f5, %f1, %f2, %f3;
+	@%p2 max.f32 %f5, %f1, %f2, %f3;
+	st.global.v2.f32 [%rd2], {{%f4,%f5}};
+	@%p1 max.NaN.f32 %f1, %f1, %f2, %f3;
+	st.global.f32 [%rd2+8], %f1;
 """,
 )
-"""``(3,)`` f32 to ``(2,)``: the largest, and NaN if one is."""
+"""``(3,)`` f32 to ``(3,)``: the largest, the smallest without subnormals, and the largest or NaN if one is."""
 
 _UNUSED_MAPS = ",\n".join(f"\t.param .align 64 .b8 probe_param_{i}[128]" for i in range(1, 6))
 LOAD = "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -167,7 +187,9 @@ TENSOR_LOAD = f"""{_HEAD}.visible .entry probe(
 	mbarrier.init.shared.b64 [%r6], 1;
 	fence.proxy.async.shared::cta;
 	mbarrier.arrive.expect_tx.shared.b64 %rd5, [%r6], %r4;
-	{LOAD} [%r5], [%rd2, {{%r1,%r2,%r3}}], [%r6], %rd4;
+	setp.ne.u32 %p1, %r4, 0;
+	@!%p1 {LOAD} [%r5], [%rd2, {{%r3,%r3,%r3}}], [%r6], %rd4;
+	@%p1 {LOAD} [%r5], [%rd2, {{%r1,%r2,%r3}}], [%r6], %rd4;
 WAIT:
 	mbarrier.try_wait.parity.shared.b64 %p1, [%r6], 0;
 	@!%p1 bra WAIT;

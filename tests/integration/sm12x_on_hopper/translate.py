@@ -77,8 +77,7 @@ def _call(result: str, result_type: str, function: str, arguments: list[str], pr
 
 def _mma(match: re.Match[str], kernel: _Kernel) -> str:
     """The CuTe DSL writes a scale's register in braces, Triton does not."""
-    if match["predicate"]:
-        raise UnknownInstructionError(f"a predicated {match['opcode']}")
+    _refuse_predicate(match)
     groups = [re.split(r",\s*", (many or one).strip()) for many, one in re.findall(r"\{([^}]*)\}|([%\w]+)", match["groups"])]
     d, a, b, c, sfa, (byte_a, tid_a), sfb, (byte_b, tid_b) = groups
     fp4, selectors = "mxf4nvf4" in match["opcode"], {"tid0": tid_a, "tid1": tid_b, "byte0": byte_a, "byte1": byte_b}
@@ -91,12 +90,19 @@ def _mma(match: re.Match[str], kernel: _Kernel) -> str:
     return _call(loads, ".align 4 .b8 result[16]", function, [*a, *b, *c, *scales], prologue)
 
 
+def _refuse_predicate(match: re.Match[str]) -> None:
+    """Calls are made by whole warps."""
+    if match["predicate"]:
+        raise UnknownInstructionError(f"a predicated {match['opcode']}")
+
+
 def _widened(register: str, source: str) -> str:
     """Selectors are 16-bit registers or literals."""
     return f" mov.b32 {register}, {source};" if source.isdecimal() else f" cvt.u32.u16 {register}, {source};"
 
 
 def _to_e2m1x2(match: re.Match[str], kernel: _Kernel) -> str:
+    _refuse_predicate(match)
     return _call(
         f"ld.param.b32 codes, [result]; cvt.u8.u32 {match['d']}, codes;",
         ".b32 result",
@@ -107,6 +113,7 @@ def _to_e2m1x2(match: re.Match[str], kernel: _Kernel) -> str:
 
 
 def _from_e2m1x2(match: re.Match[str], kernel: _Kernel) -> str:
+    _refuse_predicate(match)
     return _call(
         f"ld.param.b32 {match['d']}, [result];",
         ".b32 result",
@@ -231,7 +238,7 @@ RULES = (
 _KEPT = re.compile(
     r"mma\.sync\.aligned\.m16n8k(?:8|16)\.row\.col\.f32\.(?:bf16\.bf16|f16\.f16)\.f32"
     r"|(?:abs|add|and|atom|bar|barrier|bfe|bfi|bfind|bra|brev|call|copysign|cp|createpolicy|cvt|cvta|div|elect|ex2|exit|fence|fma|griddepcontrol|ld|ldmatrix|lg2|lop3|mad|match|max|mbarrier"
-    r"|membar|min|mov|mul|nanosleep|neg|not|or|popc|prefetch|prefetchu|prmt|rcp|red|redux|rem|ret|selp|set|setp|shfl|shl|shr|sqrt|st|stmatrix|sub|tanh|trap"
+    r"|membar|min|mov|mul|nanosleep|neg|not|or|popc|prefetch|prefetchu|prmt|rcp|red|redux|rem|ret|rsqrt|selp|set|setp|shfl|shl|shr|sqrt|st|stmatrix|sub|tanh|trap"
     r"|vote|xor)"
     r"(?:\.(?:[usb](?:8|16|32|64|128)|[su]16x2|f(?:16|32|64)|f16x2|bf16|bf16x2|e4m3x2|pred|r[nzmp]i?|approx|ftz|noftz|satfinite|sat|full|wide|lo|hi|nc|v[248]"
     r"|param|global|shared|local|const|shared::cta|to|uni|sync|aligned|arrive|red|idx|bfly|up|down|all|any|ballot|warp|gl|cta|sys|gpu|cluster"

@@ -9,9 +9,9 @@ constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
 // By slices (FC1 of ONE_TOKEN, FC2 where SLICES2) codes go to the tensor cores as they lie in bfloat16's bits: FP4
 // 2^-126 times as large, a subnormal, and E4M3 2^-120 times. The other operand, x or h, is 2^60 times as large: so
 // products are numbers of float32 unless they are below 2^-60. |x| or |h| of 2^68 or more becomes infinite, and sums
-// infinite or NaN. In float16 FP4 is 2^-14 times as large, and x stays. Block scales multiply sums, in float32. Without
-// SUBNORMALS the tensor cores take subnormals as zeros: codes are made 2^126 or 2^120 times as large first, and x and h
-// stay.
+// infinite or NaN. In float16 FP4 is 2^-14 times as large, and x stays. Block scales multiply sums, in float32: what is
+// then below 2^-83 in FP4, or 2^-89 in E4M3, becomes zero. Without SUBNORMALS the tensor cores take subnormals as
+// zeros: codes are made 2^126 or 2^120 times as large first, and x and h stay.
 constexpr bool RAW_X = FLOAT16 || !SUBNORMALS;
 constexpr u32 ONES = 0x3f803f80u, TWO_TO_60 = 0x5d805d80u, TWO_TO_120 = 0x7b807b80u, TWO_TO_126 = 0x7e807e80u;  // pairs
 // What sums of FC1 and of FC2 are multiplied by, and h when it is stored.
