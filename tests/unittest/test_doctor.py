@@ -56,7 +56,7 @@ def test_what_cards_have_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (folder / "crossover-1.json").write_text(json.dumps(table))
     (folder / "crossover-2.json").write_text("{}")
     said = "".join(run(monkeypatch, GOOD).output.split())  # lines end within words
-    line = "RTX 5090, 128 experts, top 8, 2048 x 768, NVFP4: stored: cuda 1-8, triton 8 64x256w4 128x256w4 9-64"
+    line = "RTX 5090, 128 experts, top 8, 2048 x 768, NVFP4: stored: cuda 1-29, triton 8 64x256w4 128x256w4 30-64"
     assert line.replace(" ", "") in said
     monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", "32")
     assert "paths TRTLLM_B12X_CROSSOVER=32" in " ".join(run(monkeypatch, GOOD).output.split())

@@ -20,7 +20,7 @@ from trtllm_b12x.dispatch.policy import HOST, Timings
 from trtllm_b12x.dispatch.store import Key
 
 TIMINGS = Timings({1: {"triton": 10.25, HOST: 20.5}, 2: {"triton": 11.0, HOST: 21.0}})
-KEY = Key({"name": "a card"}, {"num_experts": 8}, {"kernels": ["triton"], "tuned": True}, {"torch": "2.11"})
+KEY = Key({"name": "a card"}, {"num_experts": 8}, {"kernels": ["triton"], "tuned": True}, {"torch": "2.11"}, 256)
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +81,15 @@ def test_another_card_geometry_or_kernel_has_a_file_of_its_own(folder: Path, lin
     assert store.load(KEY) is None
 
 
+def test_a_table_of_more_tokens_serves_fewer(lines: Callable[[], list[str]]) -> None:
+    """A server of 8,192 tokens must not take the table of one of 256."""
+    store.keep(KEY, TIMINGS)
+    assert rows(store.load(dataclasses.replace(KEY, max_num_tokens=96))) == TIMINGS.rows
+    assert store.load(dataclasses.replace(KEY, max_num_tokens=8192)) is None
+    (line,) = lines()
+    assert line.endswith(": of 256 tokens, not 8192")
+
+
 def damaged(change: Callable[[dict[str, Any]], Any]) -> bytes:
     content = store.record(KEY, TIMINGS)
     return json.dumps(change(content) or content).encode()
@@ -92,6 +101,10 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> bytes:
         *(b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000, b" " * (2 << 20)),
         damaged(lambda c: c.update(form=1)),
         damaged(lambda c: c.update(card="a card")),
+        damaged(lambda c: c.update(max_num_tokens="many")),
+        damaged(lambda c: c["microseconds"].update({str(10**9): {HOST: 1}})),
+        damaged(lambda c: c["microseconds"].update({"1": {HOST: 10**400}})),
+        damaged(lambda c: c["microseconds"].update({"1": {HOST: 1, " ": 1}})),
         damaged(lambda c: c.pop("microseconds")),
         damaged(lambda c: c.update(microseconds={})),
         damaged(lambda c: c["microseconds"].update({"1": {"triton": 0, HOST: 1}})),

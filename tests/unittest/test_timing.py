@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import random
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,8 @@ import torch
 
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import GAIN, HOST, FixedThreshold, MeasuredPolicy, Timings, counts_to_measure, fastest
-from trtllm_b12x.dispatch.timing import BUDGET_S, PathTimer, TimedPath
+from trtllm_b12x.dispatch.timing import BUDGET_S, LONGEST_S, PathTimer, TimedPath
 from trtllm_b12x.kernels import Geometry, MoECall
-from trtllm_b12x.kernels.cards import Card
-from trtllm_b12x.kernels.triton.tiles import proposals
 
 GEOMETRY = Geometry(8, 2, 128, 256, "Swiglu")
 CALLS = 24
@@ -68,15 +66,19 @@ class Machine:
         return PathTimer({"a": a, HOST: host}, GEOMETRY, self.sample, torch.device("cpu"), **named)
 
 
+def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(monotonic=lambda: machine.now))
+    monkeypatch.setattr(timing, "_graphs", lambda: contextlib.nullcontext(machine))
+    monkeypatch.setattr(timing, "_seconds", machine.seconds)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     found = Machine()
-    monkeypatch.setattr(timing, "time", types.SimpleNamespace(monotonic=lambda: found.now))
-    monkeypatch.setattr(timing, "_graphs", lambda: contextlib.nullcontext(found))
-    monkeypatch.setattr(timing, "_seconds", found.seconds)
+    stand_in(found, monkeypatch)
     monkeypatch.setattr(timing, "_calls", lambda *_: CALLS)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
     return found
 
 
@@ -88,24 +90,25 @@ def test_times_are_those_of_a_call(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "host", "captured", "least"),
+    ("kernel", "host", "captured", "bound"),
     [
-        (lambda n: 50e-6 * n**0.5, lambda n: 200e-6, True, 14),
-        (lambda n: 500e-6 * n**0.5, lambda n: 2e-3, True, 14),
-        (lambda n: 50e-6 * n**0.5, lambda n: 50e-3, False, 10),
-        (lambda n: 50e-6 * n**0.5, lambda n: 5e-3 * n, False, 6),
-        (lambda n: 20e-3, lambda n: 20e-3, True, 8),
+        (lambda n: 50e-6 * n**0.5, lambda n: 200e-6, True, BUDGET_S),
+        (lambda n: 500e-6 * n**0.5, lambda n: 2e-3, True, BUDGET_S),
+        (lambda n: 50e-6 * n**0.5, lambda n: 50e-3, False, LONGEST_S),
+        (lambda n: 50e-6 * n**0.5, lambda n: 5e-3 * n, False, LONGEST_S),
+        (lambda n: 20e-3, lambda n: 20e-3, True, LONGEST_S),
     ],
 )
 def test_the_budget_is_a_bound(
-    machine: Machine, kernel: Callable[[int], float], host: Callable[[int], float], captured: bool, least: int
+    machine: Machine, kernel: Callable[[int], float], host: Callable[[int], float], captured: bool, bound: float
 ) -> None:
+    """Each count has the fewest replays at least, which takes longer than the budget where calls are slow."""
     timer = machine.timer(machine.path(kernel), machine.path(host, captured))
     found = timer(counts_to_measure([256])).counts
     print(f"{len(found)} counts in {timer.spent_s:.2f} s: {found}")
     assert timer.spent_s == pytest.approx(machine.now)
-    assert timer.spent_s <= BUDGET_S
-    assert len(found) >= least
+    assert timer.spent_s <= 1.01 * bound
+    assert len(found) == 17 or bound < timer.spent_s + 5
 
 
 @pytest.mark.parametrize("slower", [1, 8])
@@ -122,7 +125,7 @@ def test_there_is_time_for_prefill(machine: Machine, slower: int) -> None:
     found = timer(counts)
     print(f"{len(found.counts)} of {len(counts)} counts in {timer.spent_s:.2f} s: {found.counts}")
     assert found.counts == sorted(counts)
-    assert timer.spent_s <= BUDGET_S
+    assert timer.spent_s <= 1.01 * BUDGET_S
 
 
 def test_the_first_count_is_measured_in_any_case(machine: Machine) -> None:
@@ -159,6 +162,29 @@ def measured(rows: dict[int, dict[str, float]]) -> MeasuredPolicy:
     return MeasuredPolicy(Timings(rows), "stored")
 
 
+def test_a_family_serves_no_more_tokens_than_it_was_measured_with() -> None:
+    policy = measured({1: {"cuda": 1.0, HOST: 2.0}, 256: {"grouped": 1.0, HOST: 2.0}})
+    chosen = [policy.select(tokens, ["cuda", "grouped"]) for tokens in (1, 2, 256, 257, 8192)]
+    assert chosen == ["cuda", None, "grouped", None, None]
+    assert policy.summary() == "stored: cuda 1-1, CUTLASS 2-16, grouped 17-256, then CUTLASS"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({10**9: {HOST: 1.0}}, "1000000000 tokens: counts are 1 to 8192"),
+        ({10**400: {HOST: 1.0}}, "1000000000000000000000000000000000000... tokens"),
+        ({1: {HOST: 10**400}}, "is no time of host"),
+        ({1: {HOST: 1.0, " ": 1.0}}, "1 tokens: ' ' is no path's name"),
+        ({1: {HOST: 1.0, "": 1.0}}, "1 tokens: '' is no path's name"),
+        ({1: {"cuda": 1.0}}, "1 tokens: the time of 'host' is missing"),
+    ],
+)
+def test_a_table_that_cannot_have_been_measured(rows: dict[int, dict[str, float]], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Timings(rows)
+
+
 def test_the_fastest_serves_and_the_host_where_it_is_not_beaten_by_three_percent() -> None:
     assert fastest({"a": 10.0, "b": 9.0, HOST: 10.0}) == "b"
     assert fastest({"a": 10.0, "b": 9.0, HOST: 10.0}, ["a"]) is None
@@ -169,15 +195,15 @@ def test_the_fastest_serves_and_the_host_where_it_is_not_beaten_by_three_percent
 
 def test_the_nearest_count_as_a_ratio_decides() -> None:
     policy = measured({n: {"a": float(n), HOST: 9.0} for n in (16, 4, 1)})
-    assert [policy.timings.around(tokens)[0]["a"] for tokens in (1, 2, 3, 4, 8, 9, 16, 999)] == [1, 1, 4, 4, 4, 16, 16, 16]
+    assert [policy.timings.around(tokens)[0] for tokens in (1, 2, 3, 4, 8, 9, 16, 999)] == [1, 1, 4, 4, 4, 16, 16, 16]
     assert [policy.select(tokens, ["a"]) for tokens in (8, 9)] == ["a", None]
     assert policy.select(1, []) is None
 
 
 def test_the_counts_that_are_measured() -> None:
-    assert counts_to_measure([256]) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 3, 6, 10, 12, 24, 48, 96, 160, 192, 224]
+    assert counts_to_measure([256]) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 3, 6, 10, 12, 24, 48, 96, 192]
     assert counts_to_measure([5]) == [1, 2, 4, 5, 3]
-    assert counts_to_measure([63, 8192])[:13] == [1, 2, 4, 8, 16, 32, 63, 64, 128, 256, 1024, 4096, 8192]
+    assert counts_to_measure([63, 8192])[:15] == [1, 2, 4, 8, 16, 32, 63, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
 def test_a_family_serves_up_to_its_last_count_beside_one_that_goes_on() -> None:
@@ -196,14 +222,14 @@ def test_a_fixed_threshold() -> None:
 
 def test_the_summary_names_every_stretch() -> None:
     policy = measured({1: {"a": 9, "b": 1, HOST: 4}, 2: {"a": 1, "b": 2, HOST: 4}, 4: {"a": 1, HOST: 4}, 8: {"a": 8, HOST: 4}})
-    assert policy.summary() == "stored: b 1-1, a 2-5, then CUTLASS"
-    assert policy.summary("grouped") == "stored: b 1-1, a 2-5, then grouped"
+    assert policy.summary() == "stored: b 1-1, a 2-6, then CUTLASS"
+    assert policy.summary("grouped") == "stored: b 1-1, a 2-6, then grouped"
     assert measured({1: {"a": 9, HOST: 4}}).summary() == "stored: CUTLASS"
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "fast", None, [1]])
 def test_a_time_that_can_be_none(value: float) -> None:
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="is no time of a in microseconds"):
         Timings({1: {"a": value, HOST: 1.0}})
 
 
@@ -238,45 +264,107 @@ def test_the_average_choice_is_within_half_a_percent_of_the_best() -> None:
     assert sum(loss > 0.03 for loss in found) / len(found) <= 0.02
 
 
-def forms_of(geometry: Geometry, card: Card) -> dict[int, list[str]]:
-    """Names of what serves each count from 1 to 256: both ways of one launch, and the sets of tiles of three."""
-    one = {n: ["cuda"] + ["cuda gathering"] * (1 < n <= 8) if n <= 64 else [] for n in range(1, LARGEST + 1)}
-    return {n: [*names, *(f"triton {tiles}" for tiles in proposals(geometry, card, 4, 16, n))] for n, names in one.items()}
+class SimulatedCard(Machine):
+    """A card of 20 to 188 multiprocessors and the paths of a layer: waves, cliffs where tiles change, noise, drift, outliers."""
+
+    LAYERS = ((128, 8, 2048, 768, 3), (256, 8, 2048, 512, 3), (512, 22, 1024, 2688, 2), (128, 4, 2880, 2880, 3))
+    """Experts, top k, hidden and intermediate size, matrices: Qwen3-30B, Qwen3.6, Nemotron-3-Super, gpt-oss-120b."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.draw = draw = random.Random(seed)
+        uniform = draw.uniform
+        self.multiprocessors = draw.choice((20, 26, 30, 36, 46, 48, 60, 70, 82, 84, 110, 170, 188))
+        of = draw.choice(self.LAYERS[:2] if self.multiprocessors < 46 else self.LAYERS)
+        self.experts, self.top_k, hidden, self.width, matrices = of
+        self.size = 0.5625 * matrices * hidden * self.width
+        """Bytes of an expert."""
+        self.flops = 2 * matrices * hidden * self.width
+        self.bandwidth = self.multiprocessors * uniform(5.7e9, 16e9)
+        self.rate = self.multiprocessors * uniform(0.7e12, 1.2e12)
+        self.noise, self.drift = uniform(0.01, 0.05), uniform(-0.03, 0.03)
+        self.named: dict[str, tuple[Callable[[int], float], int, int]] = {}
+        self.named["cuda"] = self.curve(8, uniform(0.7, 0.9), uniform(0.5, 0.9), uniform(3e-6, 8e-6), 64), 1, 64
+        for form in range(draw.randint(3, 11)):
+            rows = (8, 16)[form % 2]
+            first = 1 + 11 * (rows == 16) if form < 4 else draw.choice((1, 3, 12, 24) if rows == 8 else (12, 28, 39, 48))
+            last = max(47 if rows == 8 else 128, first + 8)
+            curve = self.curve(rows, uniform(0.55, 0.85), uniform(0.4, 0.8), uniform(9e-6, 16e-6), draw.choice((32, 64, 128)))
+            self.named[f"triton {form}"] = curve, first, last
+        for rows in draw.sample((16, 32, 64, 128), draw.randint(2, 4)):
+            curve = self.curve(rows, uniform(0.5, 0.85), uniform(1.6, 4.5), uniform(20e-6, 40e-6), 128)
+            self.named[f"grouped {rows}"] = curve, 64, timing.LARGEST
+        host = self.curve(128, uniform(0.45, 0.85), uniform(2, 5.5), uniform(25e-6, 60e-6), 128)
+        self.named[HOST] = host, 1, timing.LARGEST
+
+    def hits(self, tokens: int) -> float:
+        return self.experts * (1 - (1 - self.top_k / self.experts) ** tokens)
+
+    def curve(self, rows: int, reads: float, computes: float, fixed: float, tile: int) -> Callable[[int], float]:
+        """Seconds by tokens, of ``rows`` routes a block, shares of the bandwidth and of 16-bit products, and a fixed part."""
+        cliffs = {2 ** self.draw.uniform(1, 12): self.draw.uniform(0.85, 1.25) for _ in range(self.draw.randint(0, 2))}
+
+        def seconds(tokens: int) -> float:
+            hits = self.hits(tokens)
+            routes = tokens * self.top_k / hits
+            blocks = hits * (math.ceil(routes / rows) if routes > rows else 1 + 0.3 * routes / rows)
+            tiles = blocks * self.width / tile / self.multiprocessors
+            waves = min(math.ceil(tiles) / tiles, 1.6) if tiles < 20 else 1
+            read = (hits + 0.25 * (blocks - hits)) * self.size / (self.bandwidth * reads) * waves
+            compute = blocks * rows * self.flops / (self.rate * computes) * waves
+            took = fixed + max(read, compute) + 0.3 * min(read, compute)
+            return took * math.prod(factor for first, factor in cliffs.items() if tokens >= first)
+
+        return seconds
+
+    def measured(self, seconds: float) -> float:
+        noise = self.draw.lognormvariate(0, self.noise) * (1 + self.drift * min(self.now / 2, 1))
+        seconds *= noise * (self.draw.uniform(1.5, 4) if self.draw.random() < 0.004 else 1)
+        self.now += seconds
+        return seconds
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], float]:
+        super().captured(run)
+        took = self.replayed
+        return lambda: self.measured(took)
+
+    def seconds(self, run: Callable[[], None]) -> float:
+        began, self.replayed = self.now, 0.0
+        run()
+        self.now = began
+        return self.measured(self.replayed)
+
+    def policy(self, monkeypatch: pytest.MonkeyPatch) -> MeasuredPolicy:
+        stand_in(self, monkeypatch)
+        calls = [math.ceil(2.5 * 48e6 / (self.size * self.hits(tokens))) for tokens in range(1, timing.LARGEST + 1)]
+        monkeypatch.setattr(timing, "_calls", lambda geometry, tokens, *_: 2 * max(6, min(24, calls[tokens - 1] // 2 + 1)))
+        paths = {
+            name: self.path(curve, not name.startswith("grouped"), serves=lambda n, first=first, last=last: first <= n <= last)
+            for name, (curve, first, last) in self.named.items()
+        }
+        timer = PathTimer(paths, GEOMETRY, self.sample, torch.device("cpu"))
+        return MeasuredPolicy(timer(counts_to_measure(timing.largest_served(paths).values())), "measured")
 
 
-def test_forms_on_simulated_cards() -> None:
-    """With noise of 3 %. Of 500 such sets: 0.4 % on average, less than 2 % at 95 % of the counts, at worst 112 % at 41 tokens."""
-    draw, found = random.Random(SEED), []
-    geometries = (
-        Geometry(128, 8, 2048, 768, "Swiglu"),
-        Geometry(512, 22, 1024, 2688, "Relu2"),
-        Geometry(32, 8, 2048, 768, "Swiglu", ranks=4),
-    )
-    cards = Card(132, 228 << 10, 90), Card(188, 100 << 10, 120), Card(48, 100 << 10, 121)
-    forms = {pair: forms_of(*pair) for pair in itertools.product(geometries, cards)}
-    for _ in range(TRIALS // 2):
-        serving = draw.choice(list(forms.values()))
-        of_family = {name: step_curve(draw) for name in ("cuda", "triton", HOST)}
-        names = {name for names in serving.values() for name in names} | {HOST}
-        # Forms of a family differ by a fifth, and by steps of their own.
-        steps = {name: (draw.uniform(0.9, 1.2), round(2 ** draw.uniform(0, 8)), draw.uniform(0.85, 1.2)) for name in names}
-        times = {
-            n: {
-                name: of_family[name.split()[0]](n) * steps[name][0] * (steps[name][2] if n >= steps[name][1] else 1)
-                for name in (*served, HOST)
-            }
-            for n, served in serving.items()
-        }
-        rows = {
-            n: {name: time * draw.gauss(1, 0.03) for name, time in times[n].items()} for n in counts_to_measure([64, LARGEST])
-        }
-        policy = measured(rows)
-        for n, served in serving.items():
-            best = min(time * (GAIN if name == HOST else 1) for name, time in times[n].items())
-            chosen = policy.select(n, served) or HOST
-            found.append(times[n][chosen] * (GAIN if chosen == HOST else 1) / best - 1)
-    assert sum(found) / len(found) <= 0.01
-    assert sorted(found)[int(0.95 * len(found))] <= 0.05
+def test_simulated_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real timer and policy, on cards whose times are known: how far the choice is behind the best path and the host's."""
+    counts = sorted({*range(1, 17), *(round(2 ** (step / 6)) for step in range(24, 79))})
+    behind_best, behind_host, spent = [], [], []
+    for seed in range(TRIALS):
+        card = SimulatedCard(seed)
+        policy = card.policy(monkeypatch)
+        spent.append(card.now)
+        for tokens in counts:
+            times = {name: curve(tokens) for name, (curve, first, last) in card.named.items() if first <= tokens <= last}
+            chosen = times[policy.select(tokens, [name for name in times if name != HOST]) or HOST]
+            behind_best.append(chosen / min(times.values()) - 1)
+            behind_host.append(chosen / times[HOST] - 1)
+    more, slower = (sum(loss > bound for loss in losses) for losses, bound in ((behind_best, 0.03), (behind_host, 0.01)))
+    print(f"{more / len(behind_best):.1%} {slower / len(behind_host):.1%} {max(behind_best):.2f} {sum(spent) / TRIALS:.1f} s")
+    assert more <= 0.04 * len(behind_best)
+    assert slower <= 0.015 * len(behind_host)
+    assert max(behind_best) <= 0.7
+    assert max(spent) <= LONGEST_S
 
 
 def test_a_form_stands_for_those_that_do_not_serve() -> None:
@@ -291,5 +379,5 @@ def test_a_form_stands_for_those_that_do_not_serve() -> None:
 def test_a_kernel_that_wins_late_is_found() -> None:
     paths: dict[str, Curve] = {HOST: lambda n: 10.0, "b12x": lambda n: 5.0 if n >= 24 else 12.0}
     policy = measured({n: {name: time(n) for name, time in paths.items()} for n in counts_to_measure([LARGEST])})
-    assert policy.ranges(LARGEST, {"b12x": LARGEST}) == [(1, 19, HOST), (20, 256, "b12x")]
+    assert policy.ranges(LARGEST, {"b12x": LARGEST}) == [(1, 17, HOST), (18, 256, "b12x")]
     assert all(policy.select(tokens, ["b12x"]) == "b12x" for tokens in range(24, 257))

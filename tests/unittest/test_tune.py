@@ -38,7 +38,7 @@ def rows(lines: list[str]) -> dict[int, list[str]]:
 
 
 def key_of(table: dict[str, Any]) -> store.Key:
-    return store.Key(*(table[part] for part in ("card", "geometry", "paths", "conditions")))
+    return store.Key(*(table[part] for part in ("card", "geometry", "paths", "conditions", "max_num_tokens")))
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_a_geometry(card: Clock, tmp_path: Path) -> None:
     assert "not CUTLASS" in lines[1]
     assert lines[2] == "a copy moves 1.00 TB/s, read plus written"
     assert lines[3].startswith("8 experts, top 2, 128 x 256, on a rank 8 experts, top 2, 128 x 256, Swiglu: measured in ")
-    assert lines[3].endswith("b12x 1-8, then CUTLASS, 1 layers")
+    assert lines[3].endswith("b12x 1-9, then CUTLASS, 1 layers")
     assert lines[4].split() == ["tokens", "rows/expert", "b12x", "us", "host", "us", "limit", "us", "chosen"]
     printed = rows(lines[5:])
     assert list(printed) == sorted(counts_to_measure([128]))
@@ -85,7 +85,7 @@ def test_a_geometry(card: Clock, tmp_path: Path) -> None:
     assert printed[16][-1] == "host"
     content = json.loads(out.read_text())
     (table,) = content["tables"]
-    assert table["chosen"] == [[1, 8, "b12x"], [9, 128, "host"]]
+    assert table["chosen"] == [[1, 9, "b12x"], [10, 128, "host"]]
     assert table["rows_per_local_expert"]["8"] == 2
     assert table["bandwidth_limit"]["8"] == pytest.approx(read, abs=0.01)
     assert (content["gpu"], content["embedded_host"]) == ("A stand-in (SM0)", True)
@@ -100,7 +100,7 @@ def test_two_kernels_of_a_format_that_the_host_has_no_path_for(
     out = tmp_path / "out.json"
     lines = run(*SIZES, "--format", "mxfp8", "--activation", activation, "--json", out).output.splitlines()
     assert "MXFP8: measured in " in lines[3]
-    assert lines[3].endswith("triton 1-8, then grouped, 1 layers")
+    assert lines[3].endswith("triton 1-9, then grouped, 1 layers")
     assert lines[4].split() == ["tokens", "rows/expert", "triton", "us", "grouped", "us", "limit", "us", "chosen"]
     read = 3 * 128 * 256 * 33 / 32 * 8 * (1 - 0.75**8) * 1e6 / 1e12
     assert rows(lines[5:])[8] == ["2.00", "8.0", "10.0", f"{read:.1f}", "triton"]
@@ -120,7 +120,7 @@ def test_a_family_that_serves_beyond_decode(card: Clock, monkeypatch: pytest.Mon
     card.microseconds = lambda name, tokens: times[name][0] + times[name][1] * tokens
     run(*SIZES, "--json", tmp_path / "out.json")
     (table,) = json.loads((tmp_path / "out.json").read_text())["tables"]
-    assert table["chosen"] == [[1, 8, "b12x"], [9, 512, HOST], [513, 8192, "grouped"]]  # grouped is 3 % faster from 640 on
+    assert table["chosen"] == [[1, 9, "b12x"], [10, 648, HOST], [649, 8192, "grouped"]]  # grouped is 3 % faster from 645 on
     assert {1024, 4096, 8192} <= {int(tokens) for tokens in table["microseconds"]}
     assert "grouped" not in table["microseconds"]["32"]  # it serves from 64 tokens on
 
@@ -132,7 +132,7 @@ def test_forms_of_a_kernel_beside_each_other(card: Clock, monkeypatch: pytest.Mo
     monkeypatch.setattr(tune, "_families", lambda: ["triton"])
     card.microseconds = lambda name, tokens: 10.0 if name == HOST else tokens * forms[name.removeprefix("triton ")]
     lines = run(*SIZES, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png").output.splitlines()
-    assert lines[3].endswith("triton 16 64x256w4 128x256w4 1-8, then CUTLASS, 1 layers")
+    assert lines[3].endswith("triton 16 64x256w4 128x256w4 1-9, then CUTLASS, 1 layers")
     assert lines[4:6] == [f"({letter}) triton {name}" for letter, name in zip("ab", forms, strict=True)]
     assert lines[6].split()[2:8] == ["(a)", "us", "(b)", "us", "host", "us"]
     assert rows(lines[7:-1])[8][1:4] == ["16.0", "8.0", "10.0"]

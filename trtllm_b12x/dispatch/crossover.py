@@ -192,4 +192,4 @@ def key_of(geometry: Geometry, device: torch.device, schedule: Schedule, host: s
             "l2_bytes": int(getattr(properties, "L2_cache_size", 0)),
         }
     paths = {"kernels": families, "host": schedule.base or host, "tuned": tuned}
-    return store.Key(card, sizes, paths, store.versions())
+    return store.Key(card, sizes, paths, store.versions(), max(kernel.capacity for kernel in schedule.kernels))

@@ -1,7 +1,7 @@
 """Choose the path that serves a token count, from measured times or by a fixed threshold. Pure: no torch.
 
-A row is a token count with the microseconds of one call on each path: kernel families, by name and form, and ``HOST``. A count
-between two measured ones takes the choice of the nearest (as a ratio), which loses 0.4 % over 500 sets of simulated step curves.
+A row is a token count with the microseconds of one call on each path: kernel families, by name and form, and ``HOST``. Between
+two measured counts, a path's time relative to the host's is interpolated, its logarithm over that of the count.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 HOST = "host"
@@ -18,12 +19,16 @@ GAIN = 0.97
 DEFAULT_CROSSOVER = 64
 """First token count that CUTLASS serves if nothing was measured: what TensorRT-LLM's own b12x backend uses
 (``_PREFILL_VIA_CUTLASS_THRESHOLD``, PR 13773)."""
-COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Token counts that are measured, as far as a kernel serves them; 10 because ``cuda`` gathers routes from 9 on."""
-MANY = (1024, 4096)
-"""Counts that are measured besides, if a kernel serves them."""
 
 Rows = Mapping[int, Mapping[str, float]]
+
+
+LARGEST = 8192
+"""Largest token count that is measured."""
+_LONGEST_US = 1e9
+"""Longest time of a call that is believed."""
 
 
 class FixedThreshold:
@@ -46,28 +51,46 @@ class Timings:
     """Measured rows of one geometry, by token count."""
 
     def __init__(self, rows: Rows) -> None:
-        """Raise ValueError if there is no row, a count or a time is not positive, or the host's time is missing."""
+        """Raise ValueError, with the first of its rows that cannot have been measured, if there is one, or no row at all."""
         if not rows:
             raise ValueError("no counts")
         for tokens, paths in rows.items():
-            positive = all(isinstance(t, (int, float)) and 0 < t < math.inf for t in paths.values())
-            if tokens < 1 or not positive or HOST not in paths:
-                raise ValueError(f"{tokens} tokens, {dict(paths)}: counts and times must be positive, the host's time among them")
+            if not 0 < tokens <= LARGEST:
+                raise ValueError(f"{_short(tokens)} tokens: counts are 1 to {LARGEST}")
+            for name, t in paths.items():
+                if not re.fullmatch(r"\S+( \S+)*", name):
+                    raise ValueError(f"{tokens} tokens: {_short(name)!r} is no path's name")
+                if not isinstance(t, (int, float)) or not 0 < t <= _LONGEST_US:
+                    raise ValueError(f"{tokens} tokens: {_short(t)} is no time of {_short(name)} in microseconds")
+            if HOST not in paths:
+                raise ValueError(f"{tokens} tokens: the time of {HOST!r} is missing")
         self.rows = {tokens: {name: float(t) for name, t in rows[tokens].items()} for tokens in sorted(rows)}
         self.counts = list(self.rows)
+        self.last: dict[str, int] = {}
+        """Largest measured count of each family."""
+        for tokens, paths in self.rows.items():
+            self.last.update((name.split()[0], tokens) for name in paths)
 
-    def around(self, tokens: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Return the row of the measured count whose ratio to ``tokens`` is closest to one, and the one on the other side.
+    def around(self, tokens: int) -> tuple[int, int, float]:
+        """Return the measured count whose ratio to ``tokens`` is closest to one, the one on the other side, and its weight.
 
-        Of two as close it is the smaller. Where there is no other side it is the same row.
+        Of two as close it is the smaller. Where there is no other side it is the same count.
         """
         above = bisect.bisect_left(self.counts, tokens)
-        counts = sorted(self.counts[max(above - 1, 0) : above + 1], key=lambda n: max(n / tokens, tokens / n))
-        return self.rows[counts[0]], self.rows[counts[-1]]
+        near, *_, far = sorted(self.counts[max(above - 1, 0) : above + 1] * 2, key=lambda n: max(n / tokens, tokens / n))
+        return near, far, math.log(tokens / near) / math.log(far / near) if far != near else 0.0
+
+
+def _short(value: object) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = "a number of thousands of digits"
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 class MeasuredPolicy:
-    """The fastest path at the nearest measured count."""
+    """The fastest path by measured times. A family does not serve more tokens than it was measured with: the host does."""
 
     measured = True
 
@@ -76,15 +99,20 @@ class MeasuredPolicy:
         self.timings, self.source = timings, source
 
     def select(self, tokens: int, serving: Sequence[str]) -> str | None:
-        row, other = self.timings.around(tokens)
-        times = {name: row[name] for name in (*serving, HOST) if name in row}
+        first, second, weight = self.timings.around(tokens)
+        near, far = self.timings.rows[first], self.timings.rows[second]
+        times = {HOST: 1.0}  # relative to the host's
         for name in serving:
             family = name.split()[0]
-            here, there = (min((t for form, t in of.items() if form.split()[0] == family), default=0.0) for of in (row, other))
-            if here and name not in row and name in other:
-                times[name] = here * other[name] / there  # it begins in between: its ratio to its family's best holds here too
-            elif here and not any(form.split()[0] == family for form in times):
-                times[name] = here  # no form of the nearest count serves here: this one stands for them
+            if tokens > self.timings.last.get(family, 0):
+                continue
+            if name in near:
+                times[name] = near[name] / near[HOST]
+                if name in far:
+                    times[name] *= (far[name] / far[HOST] / times[name]) ** weight
+            elif name in far and first < tokens and (best := _best(near, family)):
+                # It begins in between: it is as far behind its family's fastest form as there.
+                times[name] = best / near[HOST] * far[name] / _best(far, family)
         return fastest(times)
 
     def ranges(self, max_tokens: int, serving: Mapping[str, int]) -> list[tuple[int, int, str]]:
@@ -108,6 +136,11 @@ class MeasuredPolicy:
         return f"{self.source}: {', '.join([*parts, f'then {base}'] if parts else [base])}"
 
 
+def _best(times: Mapping[str, float], family: str) -> float:
+    """Return the time of a family's fastest form, 0 if there is none."""
+    return min((t for name, t in times.items() if name.split()[0] == family), default=0.0)
+
+
 DispatchPolicy = FixedThreshold | MeasuredPolicy
 
 
@@ -123,5 +156,5 @@ def counts_to_measure(largest: Collection[int]) -> list[int]:
 
     Without the last count of a family, the nearest one may be a count that the family does not serve.
     """
-    counts = {*(n for n in (*COUNTS, *MANY) if n <= max(largest)), *largest}
+    counts = {*(n for n in COUNTS if n <= max(largest)), *largest}
     return sorted(counts, key=lambda n: (n.bit_count() > 1 and n not in largest, n))

@@ -17,11 +17,11 @@ from trtllm_b12x.core import disk
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.core.version import __version__
-from trtllm_b12x.environment import packages
+from trtllm_b12x.environment import gpu, packages
 
 from .policy import Timings
 
-FORM = 3
+FORM = 4
 """Version of the file format."""
 _PARTS = {"card": "another card", "geometry": "another geometry", "paths": "other kernels", "conditions": "other versions"}
 """Fields of ``Key``, and what a table is of that has another value there."""
@@ -41,6 +41,9 @@ class Key:
     paths: Mapping[str, Any]
     """Kernel families, the host, and whether the host path is tuned."""
     conditions: Mapping[str, Any]
+    """Versions of packages and of the driver."""
+    max_num_tokens: int
+    """Largest count that the kernels are planned for. A table of a larger one serves too."""
 
     @property
     def file(self) -> str:
@@ -50,7 +53,7 @@ class Key:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    return {"trtllm-b12x": __version__, **packages.versions(_PACKAGES)}
+    return {"trtllm-b12x": __version__, **packages.versions(_PACKAGES), "driver": gpu.driver_version()}
 
 
 def record(key: Key, timings: Timings) -> dict[str, Any]:
@@ -67,6 +70,8 @@ def load(key: Key) -> Timings | None:
     try:
         table = disk.read_owned(file)
         problem = _mismatch(table, key, _PARTS)
+        if not problem and table["max_num_tokens"] < key.max_num_tokens:
+            problem = f"of {table['max_num_tokens']} tokens, not {key.max_num_tokens}"
         if not problem:
             return _timings(table)
     except FileNotFoundError:

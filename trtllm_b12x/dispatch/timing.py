@@ -7,7 +7,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,22 +18,24 @@ from trtllm_b12x import formats
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.call import of_logits
 
-from .policy import HOST, Timings
+from .policy import HOST, LARGEST, Timings
 
-BUDGET_S = 2.0
-"""Time budget in seconds for all token counts of a geometry."""
-_MARGIN = 0.95
-"""Share of the budget used for planning. A prediction may be wrong, and freeing graphs takes time."""
+BUDGET_S = 3.0
+"""Seconds for all token counts of a geometry, unless the fewest calls and replays take longer: as they do on small cards."""
+LONGEST_S = 15.0
+"""Seconds after which further counts are left out."""
 _CALLS = (12, 48)
 """Minimum and maximum number of calls in a graph, for fast calls."""
 _FEWEST_CALLS = 2
 """Minimum number of calls for slow ones: one with each kind of routes."""
-_REPLAYS = (3, 25)
-"""Minimum and maximum number of replays of a graph. Fewer if they take more than twice the time planned for a count."""
+_REPLAYS = (5, 9)
+"""Minimum and maximum number of replays of a graph. The median of five bears two outliers."""
+_BEHIND = (1.5, 1.2)
+"""How far a path may be behind the fastest at the measured counts next to one, to be measured there: at one of them, at both."""
+_APART = 4
+"""Ratio of counts up to which one says something of the other."""
 _COLD = 2.5
 """Bytes that other calls of a graph read before a layer is read again, in multiples of the L2 cache size."""
-LARGEST = 8192
-"""Largest token count that is measured."""
 _DRAWN = 1024
 """Maximum number of tokens that routes are drawn for, on the CPU. More tokens take the same ones again."""
 
@@ -65,7 +67,7 @@ def largest_served(paths: Mapping[str, TimedPath]) -> dict[str, int]:
 
 @dataclass
 class PathTimer:
-    """Timer for the paths of one geometry. It spends at most ``budget_s`` seconds in total.
+    """Timer for the paths of one geometry.
 
     A captured graph of each path cycles through the layers. Every call has its own routes: half of them from a router without
     preferences, half from one that prefers some experts, as real routers are in between. Paths alternate, so that clock drift
@@ -80,34 +82,49 @@ class PathTimer:
     budget_s: float = BUDGET_S
     seed: int = 0
     spent_s: float = field(default=0.0, init=False)
-    _fewest_s: dict[int, float] = field(default_factory=dict, init=False)
-    """Seconds for a row with the fewest calls, by token count."""
+    _warm: bool = field(default=False, init=False)
 
     def __call__(self, counts: Sequence[int]) -> Timings:
-        """Measure the counts in order, each for an equal share of the remaining time.
+        """Measure the counts in order, each for an equal share of what is left of the budget, or as its fewest calls take.
 
-        A count that would exceed the budget is skipped, except the first one.
+        Skip a path where it is far behind at the neighbors, and a count, except the first, that would end after ``LONGEST_S``.
 
         Raises:
             Exception: a path failed.
         """
         started = time.monotonic()
-        deadline = started + _MARGIN * self.budget_s
+        deadline = started + self.budget_s
         rows: dict[int, dict[str, float]] = {}
         with torch.cuda.device(self.device), torch.inference_mode(), _graphs() as graphs:
             for done, tokens in enumerate(counts):
                 now = time.monotonic()
-                nearest = min(self._fewest_s, key=lambda n: abs(math.log(n / tokens)), default=tokens)
-                expected_s = self._fewest_s.get(nearest, 0.0) * max(tokens / nearest, 1)
-                if not rows or now + expected_s <= deadline:
-                    rows[tokens] = self._row(tokens, (deadline - now) / (len(counts) - done), deadline, graphs)
+                paths = self._promising(tokens, rows)
+                if not rows or now + _least_s(tokens, paths, rows) <= started + LONGEST_S:
+                    share_s = max(deadline - now, 0) / (len(counts) - done)
+                    rows[tokens] = self._row(tokens, paths, share_s, deadline, graphs)
         self.spent_s = time.monotonic() - started
         return Timings(rows)
 
-    def _row(self, tokens: int, share_s: float, deadline: float, graphs: _Graphs) -> dict[str, float]:
+    def _promising(self, tokens: int, rows: Mapping[int, Mapping[str, float]]) -> dict[str, TimedPath]:
+        """Return the paths that serve so many tokens, without those that are far behind where they were measured last."""
+
+        serving = {name: path for name, path in self.paths.items() if path.serves(tokens)}
+
+        def far_behind(name: str) -> bool:
+            measured = [n for n in rows if name in rows[n] and tokens <= n * _APART and n <= tokens * _APART]
+            near = {max((n for n in measured if n < tokens), default=0), min((n for n in measured if n > tokens), default=0)} - {
+                0
+            }
+            best = {n: min(t for other, t in rows[n].items() if other in serving) for n in near}
+            return bool(near) and all(rows[n][name] > _BEHIND[len(near) - 1] * best[n] for n in near)
+
+        return {name: path for name, path in serving.items() if name == HOST or not far_behind(name)}
+
+    def _row(
+        self, tokens: int, paths: Mapping[str, TimedPath], share_s: float, deadline: float, graphs: _Graphs
+    ) -> dict[str, float]:
         """Return microseconds by path. Half of ``share_s`` is for replays, the rest for inputs, first calls and captures."""
         g = self.geometry
-        paths = {name: path for name, path in self.paths.items() if path.serves(tokens)}
         generator = torch.Generator(self.device).manual_seed(self.seed)  # the global generator stays unchanged
         x = torch.randn(tokens, g.hidden_size, dtype=g.dtype, device=self.device, generator=generator)
         layers = min(len(path.runs) for path in paths.values())
@@ -124,8 +141,9 @@ class PathTimer:
             torch.cuda.synchronize(self.device)
             return time.monotonic() - begun
 
-        if not self._fewest_s:
+        if not self._warm:
             run_once()  # modules load at their first call
+            self._warm = True
         torch.cuda.synchronize(self.device)
         begun = time.monotonic()
         fit = int(share_s / 2 / run_once() / _REPLAYS[0])
@@ -137,7 +155,8 @@ class PathTimer:
             seconds: Callable[[], float] = functools.partial(_seconds, functools.partial(run, path, count))
             if path.captured:
                 seconds = graphs.captured(functools.partial(run, path, count))
-                seconds()  # the first replay uploads the graph
+                if calls > _FEWEST_CALLS:
+                    seconds()  # the first replay uploads the graph
             replays[name] = seconds, count
         torch.cuda.synchronize(self.device)
         times: dict[str, list[float]] = {name: [] for name in paths}
@@ -146,9 +165,7 @@ class PathTimer:
             for name, (seconds, count) in replays.items():
                 times[name].append(seconds() / count)
             now = time.monotonic()
-            self._fewest_s.setdefault(tokens, (now - begun) * _FEWEST_CALLS / calls)
-            limit_s = share_s if turn >= _REPLAYS[0] else 2 * share_s
-            if now + (now - turned) > min(begun + limit_s, deadline):
+            if turn >= _REPLAYS[0] and now + (now - turned) > min(begun + share_s, deadline):
                 break
         graphs.drop()
         return {name: 1e6 * statistics.median(of_path) for name, of_path in times.items()}
@@ -162,6 +179,14 @@ class PathTimer:
             return of_logits(logits, logits, torch.zeros_like(logits[0], dtype=torch.float32) if scoring.bias else None)
         ids, router_weights = self.sample_routes(drawn, seed, skewed)
         return MoECall(ids, ids.repeat(times, 1)[:tokens], router_weights.repeat(times, 1)[:tokens])
+
+
+def _least_s(tokens: int, paths: Collection[str], rows: Mapping[int, Mapping[str, float]]) -> float:
+    """Return the seconds that the fewest calls of ``paths`` take, by the nearest of ``rows``."""
+    nearest = min(rows, key=lambda n: abs(math.log(n / tokens)))
+    known = rows[nearest]
+    calls = 1 + _FEWEST_CALLS * _REPLAYS[0]
+    return 1e-6 * calls * sum(known.get(name, max(known.values())) for name in paths) * max(tokens / nearest, 1)
 
 
 def _calls(geometry: Geometry, tokens: int, layers: int, device: torch.device) -> int:

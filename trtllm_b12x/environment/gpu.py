@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import os
 import re
 import shutil
@@ -42,6 +43,19 @@ def _query(fields: str) -> list[list[str]] | None:
     output = _smi(f"--query-gpu={fields}", "--format=csv,noheader")
     rows = csv.reader((output or "").splitlines(), skipinitialspace=True)
     return None if output is None else [row for row in rows if len(row) == 3]
+
+
+def driver_version() -> str:
+    """Return the driver's version by NVML, such as "580.95.05"; empty if unknown."""
+    text = ctypes.create_string_buffer(96)
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if not nvml.nvmlInit_v2():
+            nvml.nvmlSystemGetDriverVersion(text, len(text))
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return ""
+    return text.value.decode(errors="replace")
 
 
 def gpu_sm() -> int | None:
