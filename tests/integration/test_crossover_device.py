@@ -18,7 +18,7 @@ import torch
 from tests.nvfp4_layer import distance
 from trtllm_b12x.dispatch import timing
 from trtllm_b12x.dispatch.policy import GAIN, HOST, MeasuredPolicy, Timings, counts_to_measure, fastest
-from trtllm_b12x.dispatch.timing import BUDGET_S, PathTimer, RouteSampler, TimedPath
+from trtllm_b12x.dispatch.timing import LONGEST_S, PathTimer, RouteSampler, TimedPath
 from trtllm_b12x.engines.trtllm import build_layer, host_path
 from trtllm_b12x.formats.geometry import Geometry, LayerShape
 
@@ -72,7 +72,7 @@ def test_the_choice_is_near_the_best_of_every_count(shape: LayerShape, ep: int) 
             chosen = kernel if policy.select(tokens, ["triton"]) else GAIN * host
             losses.append(chosen / min(kernel, GAIN * host) - 1)
         print(f"\n{crossing}: {policy.summary()}; mean {statistics.mean(losses):.2%}, worst {max(losses):.2%}")
-        assert timer.spent_s <= BUDGET_S
+        assert timer.spent_s <= LONGEST_S
         assert policy.timings.counts == sorted(counts)
         assert statistics.mean(losses) <= 0.02
 
@@ -124,7 +124,7 @@ def test_a_layer_measures_once_outside_capture_and_keeps_it(
     assert distance(results[0], expected.float()) < 0.004
     assert not any(torch.equal(result, expected) for result in results[1:])
     assert len(measured) == 1
-    assert measured[0].spent_s <= BUDGET_S  # whatever the embedded host's operator takes
+    assert measured[0].spent_s <= LONGEST_S  # whatever the embedded host's operator takes
     assert torch.equal(torch.cuda.get_rng_state(), before)
     graph.replay()
     assert torch.equal(captured, expected)
@@ -145,5 +145,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.returncode == 0
     (table,) = json.loads((tmp_path / "out.json").read_text())["tables"]
     assert len(table["microseconds"]) >= 5
-    assert table["seconds"] <= BUDGET_S
+    assert table["seconds"] <= LONGEST_S
     assert torch.cuda.get_device_name() in result.stdout

@@ -31,9 +31,9 @@ _FEWEST_CALLS = 2
 _REPLAYS = (5, 9)
 """Minimum and maximum number of replays of a graph. The median of five bears two outliers."""
 _BEHIND = (1.5, 1.2)
-"""How far a path may be behind the fastest at the measured counts next to one, to be measured there: at one of them, at both."""
+"""A path is left out at a count if it takes so many times the fastest's time at its one measured neighbor, or at both."""
 _APART = 4
-"""Ratio of counts up to which one says something of the other."""
+"""Largest ratio of two such counts."""
 _COLD = 2.5
 """Bytes that other calls of a graph read before a layer is read again, in multiples of the L2 cache size."""
 _DRAWN = 1024
@@ -106,15 +106,12 @@ class PathTimer:
         return Timings(rows)
 
     def _promising(self, tokens: int, rows: Mapping[int, Mapping[str, float]]) -> dict[str, TimedPath]:
-        """Return the paths that serve so many tokens, without those that are far behind where they were measured last."""
-
+        """Return the paths that serve so many tokens, without those that are far behind at the nearest counts they have."""
         serving = {name: path for name, path in self.paths.items() if path.serves(tokens)}
 
         def far_behind(name: str) -> bool:
             measured = [n for n in rows if name in rows[n] and tokens <= n * _APART and n <= tokens * _APART]
-            near = {max((n for n in measured if n < tokens), default=0), min((n for n in measured if n > tokens), default=0)} - {
-                0
-            }
+            near = [*sorted(n for n in measured if n < tokens)[-1:], *sorted(n for n in measured if n > tokens)[:1]]
             best = {n: min(t for other, t in rows[n].items() if other in serving) for n in near}
             return bool(near) and all(rows[n][name] > _BEHIND[len(near) - 1] * best[n] for n in near)
 
