@@ -51,8 +51,10 @@ LAYERS = {
     "W4A16": Geometry(8, 2, 256, 192, "Swiglu", layout=WeightLayout(ROWS, GATE_UP), **W4A16),
     "W4A16 in tiles": Geometry(4, 2, 384, 128, "Silu", F16, **W4A16),
     "MXFP4": Geometry(6, 4, 320, 192, "SwigluBias", bias=BF16, layout=WeightLayout(ROWS, BY_TURNS), **MXFP4),
+    "MXFP4 in odd rows": Geometry(6, 4, 320, 160, "SwigluBias", bias=BF16, layout=WeightLayout(ROWS, BY_TURNS), **MXFP4),
     "MXFP4 in tiles": Geometry(4, 2, 192, 128, "Swiglu", layout=WeightLayout(hidden_multiple=128), **MXFP4),
     "MXFP8": Geometry(8, 2, 256, 192, "Swiglu", layout=WeightLayout(ROWS, GATE_UP), **MXFP8),
+    "MXFP8 in odd rows": Geometry(6, 3, 384, 160, "Swiglu", layout=WeightLayout(ROWS, GATE_UP), **MXFP8),
     "MXFP8 in tiles": Geometry(4, 3, 384, 128, "Gelu", **MXFP8),
 }
 every_call = pytest.mark.parametrize(

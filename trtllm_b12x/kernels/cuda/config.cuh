@@ -55,12 +55,13 @@ constexpr u64 EXPERT_SCALES2 =
 
 // ---- bytes of a stage: codes, 16 for a lane, piece and LOADS; then scales, ROW_SCALES for a row. Rows of scales that
 // do not begin at multiples of ROW_SCALES are UNEVEN: they are copied in words, the first of which may begin 2 bytes
-// ahead.
+// ahead, or 1 to 3 where rows have an odd number of scales.
 constexpr int LOADS = CODE_BITS / 4;
 constexpr int HALF_CODES = 2 * 512 * LOADS;
 constexpr int ROW_SCALES = 128 / GROUP;
 constexpr int BLOCK_SCALES = (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES) / 2;  // in units of 2 bytes
 constexpr bool UNEVEN = !TILED_SCALES && (SCALE_PITCH1 % ROW_SCALES || SCALE_PITCH2 % ROW_SCALES);
+constexpr bool ODD_ROWS = !TILED_SCALES && (SCALE_PITCH1 % 2 || SCALE_PITCH2 % 2);
 constexpr int SCALE_SLOT = ROW_SCALES + (UNEVEN ? 4 : 0);
 constexpr int HALF_BYTES = HALF_CODES + 16 * SCALE_SLOT;
 constexpr int RING_BYTES = RING_HALVES * HALF_BYTES;  // of a warp

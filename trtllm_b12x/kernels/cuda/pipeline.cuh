@@ -12,7 +12,7 @@
 template <int bytes>
 DEVICE void copy_scales(u32 to, const u8* from, int left) {
   if (!UNEVEN) return copy_bytes<bytes>(to, from);
-  const int ahead = (int)((u64)from & 2);
+  const int ahead = (int)((u64)from & (ODD_ROWS ? 3 : 2));
   UNROLL
   for (int i = 0; i <= bytes; i += 4)
     if (i < ahead + bytes && i < ahead + left) copy_bytes<4>(to + i, from - ahead + i);
@@ -25,8 +25,8 @@ struct Stages {
   static constexpr int LANES2 = TILED_SCALES ? (NARROW ? 2 : 1) * TILES_A_BLOCK * 8 : HALVES2 * 16;
   static constexpr int BYTES1 = TILED_SCALES ? 4 * PIECES1 : SCALE_SLOT,
                        BYTES2 = TILED_SCALES ? 4 * PIECES2 : SCALE_SLOT;
-  // Bytes ahead of an odd row's scales.
-  static constexpr int ODD1 = UNEVEN && SCALE_PITCH1 % 4 ? 2 : 0, ODD2 = UNEVEN && SCALE_PITCH2 % 4 ? 2 : 0;
+  // Bytes ahead of the scales of gate's rows, where they take turns with those of up.
+  static constexpr int ODD1 = UNEVEN && SCALE_PITCH1 % 4 ? 2 : 0;
   // From the scales of a half of a stage to the next half's, and from one piece of a half to the other.
   static constexpr u32 HALF1 = TILED_SCALES ? (GATED ? 4 : 8) : 16 * SCALE_SLOT;
   static constexpr u32 HALF2 = TILED_SCALES ? 8 : 16 * SCALE_SLOT;
@@ -76,11 +76,16 @@ struct Stages {
               : NARROW     ? (lane & 7) * SCALE_PITCH2 + (lane >> 3) * ROW_SCALES
                            : lane * SCALE_PITCH2;
     ring = b.shared.stages(b.warp);
-    read1 = HALVES1 * HALF_CODES + own_scales<ONE_TOKEN>(BYTES1, PAIR == 2 ? UP_ROW * ODD1 : (g & 1) * ODD1);
-    read2 = HALVES2 * HALF_CODES + own_scales<SLICES2>(BYTES2, (g & 1) * ODD2);
+    read1 = HALVES1 * HALF_CODES + own_scales<ONE_TOKEN>(BYTES1, PAIR == 2 ? UP_ROW * ODD1 : ahead<SCALE_PITCH1>());
+    read2 = HALVES2 * HALF_CODES + own_scales<SLICES2>(BYTES2, ahead<SCALE_PITCH2>());
     keep(codes1), keep(codes2), keep(scales1), keep(scales2), keep(read1), keep(read2), keep(ring);
   }
 
+  // Bytes ahead of the scales of row g of a tile, whose first row's begin at a word.
+  template <int pitch>
+  DEVICE int ahead() const {
+    return pitch % 2 ? g * pitch & 3 : UNEVEN && pitch % 4 ? (g & 1) * 2 : 0;
+  }
   // Where the scales that this lane needs lie in those of a stage. `slices`: of slices.cuh's columns of products.
   // `bytes`: of a lane's copy from 128x4 tiles; `odd`: ahead of its row's else.
   template <bool slices>
@@ -337,6 +342,7 @@ struct Stages {
   // Scales of the slices of products' columns 2t and 2t + 1; see slices.cuh.
   DEVICE u32 column_scales(u32 at) const {
     if (CODE_BITS == 8) return load_shared_u8(at);
+    if (GROUP == 32 && ODD_ROWS) return load_shared_u8(at) | load_shared_u8(at + 1) << 8;
     if (GROUP == 32) return load_shared_u16(at);
     return UNEVEN ? load_shared_u16(at) | load_shared_u16(at + 2) << 16 : load_shared(at);
   }

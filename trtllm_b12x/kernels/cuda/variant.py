@@ -110,8 +110,9 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     Raise ValueError if the kernel does not take a size or the layout.
     """
     tiled = g.layout.scales != ROWS
-    pair = 2 * form.group_size  # of columns whose scales begin at an even address
-    multiples = (64, 32) if tiled else (pair, pair)  # 64: rows of gate behind rows of up
+    # 64 rows: rows of gate behind rows of up. 64 columns: where both take turns, rows of scales begin at even addresses.
+    by_turns = g.layout.fc1 == BY_TURNS and form.group_size == 32
+    multiples = (64 if tiled else 32, 64 if by_turns else 32)
     if g.intermediate_size % multiples[0] or g.stored_hidden % multiples[1] or (tiled and g.layout.fc1 == BY_TURNS):
         sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
         raise ValueError(f"one launch does not take {sizes}")
