@@ -81,7 +81,7 @@ class _Layer:
 
 @click.command(short_help="Show which kernels serve decode here, and why others do not.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen.")
-@click.option("--compile", "compile_", is_flag=True, help="Prove it: compile a kernel of each family (seconds).")
+@click.option("--compile", "compile_", is_flag=True, help="Prove it: compile a kernel of each family (a minute).")
 @click.option("--target", type=click.Choice(sorted(TARGETS)), help="Check for this card instead of the one that is here.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Check the MoE layers of this checkpoint.")
 @click.pass_context

@@ -168,7 +168,8 @@ class Checkpoint:
             remedy = "give the folder that holds config.json"
             if re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", str(directory)):
                 remedy = f"for a Hugging Face name, give the folder that this prints: hf download {directory}"
-            raise CheckpointError(str(directory)[:300], "no such directory", remedy)
+            problem = "is a file, not a folder" if os.path.isfile(directory) else "no such directory, or no permission to see it"
+            raise CheckpointError(str(directory)[:300], problem, remedy)
         config = read_json(self.directory / "config.json")
         nested: dict[str, Any] = config
         while nested := next((nested[key] for key in _NESTED if isinstance(nested.get(key), dict)), {}):
@@ -197,16 +198,17 @@ class Checkpoint:
     @property
     def remarks(self) -> list[str]:
         """Lines on what engines do with this checkpoint if they do not load it, or read it in another way."""
-        modules = {name.rpartition(".")[0] for name in self._files}
-        found = self._quantization.remarks(modules, str(self._config.get("model_type", "")))
-        file, layers = self._quantization.path.name, self.layers
-        for algo, first in {layer.quant_algo: layer for layer in layers[::-1] if layer.quant_algo != layer.label}.items():
+        names = {name.rpartition(".")[0] for name in self._files}
+        found = self._quantization.remarks(names, str(self._config.get("model_type", "")))
+        for algo, first in {layer.quant_algo: layer for layer in self.layers[::-1] if layer.quant_algo != layer.label}.items():
             if (fate := storage_of(algo).mislabeled) and self._header(first.tensor_name(0, "w1", "weight"))[0] == "U8":
                 form = next(row.name for row in formats.FORMATS if row.quant_algo == algo)
-                found.append(f"{file}: names {first.label}, but experts such as {first.name}'s are {form}: {fate}")
+                found.append(
+                    f"{self._quantization.path.name}: names {first.label}, but experts such as {first.name}'s are {form}: {fate}"
+                )
         lacking = [
             f"expert {expert} of {layer.name}"
-            for layer in layers
+            for layer in self.layers
             if storage_of(layer.quant_algo) is not UNQUANTIZED and "input_scale" in layer.kinds and not layer.stacked
             for expert in range(layer.num_experts)
             if any(self.uncalibrated(layer, expert, projection) for projection in layer.projections)
