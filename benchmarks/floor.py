@@ -193,3 +193,7 @@ def beside() -> list[str]:
         at = str(f.concurrency or "no limit")
         rows.append([f.model, f.card, at, f.path, f"{f.metric} {f.value:g} ({f.recipe})", *cells, f.source])
     return table(["model", "card", "at a time", "experts by", "published", "floor", "floor is", "source"], rows)
+
+
+if __name__ == "__main__":
+    print(__doc__ + "\npython -m benchmarks.results writes it.")

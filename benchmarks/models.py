@@ -125,3 +125,7 @@ def capabilities() -> list[str]:
             ]
         )
     return table(["family", "experts", "serves", "activations", "dtype", "multiples", "ranks"], rows)
+
+
+if __name__ == "__main__":
+    print(__doc__ + "\npython -m benchmarks.results writes it.")

@@ -72,6 +72,9 @@ def measured(card: str, form: str, families: dict[str, int]) -> dict[str, Any]:
 
 
 def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return
     rows = []
     for card in sys.argv[2:] or CARDS:
         for form, families in SETS:

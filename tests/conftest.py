@@ -45,9 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share compiled kernels between workers and runs: Triton's cache knows them by source, options and compiler."""
+    """Share caches between workers and runs, and write none of the user's: tables of a CPU are no news to ``doctor``."""
     if hasattr(config, "cache"):
-        os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache.mkdir("triton")))
+        os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("home"))
+        for variable, name in (("TRITON_CACHE_DIR", "triton"), ("FLASHINFER_WORKSPACE_BASE", "flashinfer")):
+            os.environ.setdefault(variable, str(config.cache.mkdir(name)))
 
 
 @pytest.fixture(autouse=True)

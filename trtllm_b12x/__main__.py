@@ -1,5 +1,6 @@
 """Entry of the command line. It is ready for Ctrl-C and for every locale before anything large is imported."""
 
+import errno
 import io
 import os
 import signal
@@ -15,9 +16,20 @@ def main() -> None:
         signal.signal(signal.SIGINT, _stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    from trtllm_b12x.tools.cli import main
+    try:
+        from trtllm_b12x.tools.cli import main
 
-    main()
+        main()
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich", "packaging", "filelock"):
+            raise
+        say(f"error: {error.name} is not installed: pip install {error.name}")
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        say(f"error: standard output cannot be written ({error.strerror})")
+        os._exit(2)  # Python's own flush would fail again
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -155,7 +155,7 @@ UP = "model.layers.0.mlp.experts.0.up_proj"
             {f"{UP}.bias": torch.ones(64)},
             ["ACTIVATION", "BIAS", "ROUTER_WEIGHT_ON_INPUT"],
         ),
-        ({"config": {"swiglu_limit": 7.0}}, {}, ["ACTIVATION_CONSTANTS"]),
+        ({"config": {"swiglu_limits": [7.0]}}, {}, ["ACTIVATION_CONSTANTS"]),
     ],
     ids=["group size", "AWQ", "bias, activation, router weight", "SwiGLU constants"],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from trtllm_b12x.tools.checkpoint import Checkpoint, CheckpointError
 from trtllm_b12x.tools.checkpoint.files import read_json
 from trtllm_b12x.tools.checkpoint.quantization import Quantization
 from trtllm_b12x.tools.cli import main
+from trtllm_b12x.tools.verify import Case, verify_layer
 
 
 @pytest.fixture
@@ -164,14 +164,44 @@ def test_scales_of_mxfp4_that_are_no_numbers(tmp_path: Path) -> None:
         _ = checkpoint.weights(checkpoint.layers[0])["0.w3.weight_scale"]
 
 
-@pytest.mark.parametrize("lacking", [("input_scale",), ("0.w2.input_scale",)])
-def test_input_scales_of_w4a16_nvfp4_are_all_there_or_none(tmp_path: Path, lacking: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("label", ["NVFP4", "W4A16_NVFP4"])
+@pytest.mark.parametrize("lacking", ["input_scale", "0.w2.input_scale", "1.w3.input_scale"])
+def test_experts_without_input_scales(tmp_path: Path, every_family: None, lacking: str, label: str) -> None:
+    """Calibration writes none for experts that no token reaches, weight-only exports none at all."""
     tensors = {name: t for name, t in random_experts(2, 128, 64).items() if not name.endswith(lacking)}
-    write_checkpoint(tmp_path, [tensors], top_k=1, quantization={"quant_algo": "W4A16_NVFP4"})
-    if len(tensors) == 18:
-        assert set(Checkpoint(tmp_path).weights(Checkpoint(tmp_path).layers[0])) == set(tensors)
+    write_checkpoint(tmp_path, [tensors], top_k=1, quantization={"quant_algo": label})
+    checkpoint = Checkpoint(tmp_path)
+    (layer,) = checkpoint.layers
+    assert verify_layer(checkpoint, layer, [Case(8)]).passed
+    if lacking == "input_scale":
+        assert (layer.quant_algo, set(checkpoint.weights(layer))) == ("W4A16_NVFP4", set(tensors))
+        assert [remark.endswith("Set quant_algo to W4A16_NVFP4") for remark in checkpoint.remarks] == [True] * (label == "NVFP4")
     else:
-        assert "experts.0.down_proj.input_scale is missing" in refusal(tmp_path)
+        assert layer.quant_algo == label
+        assert checkpoint.remarks[0].startswith(f"no input_scale: expert {lacking[0]} of model.layers.0.mlp. Kernels with 16-bit")
+        assert [name for name, t in checkpoint.weights(layer).items() if not t.any()] == {
+            "0.w2.input_scale": ["0.w2.input_scale"],
+            "1.w3.input_scale": ["1.w1.input_scale", "1.w3.input_scale"],  # TensorRT-LLM reads them together
+        }[lacking]
+
+
+@pytest.mark.parametrize(("key", "scale"), [("store_dtype", "weight_scale"), ("routed_experts_quant_method", "weight_scale_inv")])
+def test_mxfp4_experts_of_fp8_models(tmp_path: Path, key: str, scale: str) -> None:
+    tensors = {name.replace("weight_scale", scale): t for name, t in mxfp4.random_experts(2, 128, 64).items()}
+    write_checkpoint(tmp_path, [tensors], top_k=1)
+    quantize_in_config(tmp_path, quant_method="fp8", weight_block_size=[128, 128], **{key: "mxfp4"})
+    (layer,) = Checkpoint(tmp_path).layers
+    assert (layer.quant_algo, layer.label, layer.group_size) == ("W4A8_MXFP4_MXFP8", "FP8_BLOCK_SCALES", 32)
+    (remark,) = Checkpoint(tmp_path).remarks
+    assert remark.startswith(
+        "config.json: names FP8_BLOCK_SCALES, but experts such as model.layers.0.mlp's are MXFP4: TensorRT-LLM"
+    )
+
+
+def test_experts_per_token_under_other_keys(directory: Path) -> None:
+    for changes in ({"moe_top_k": 2}, {"moe_topk": 2}, {"moe_k": 2}, {"thinker_config": {"text_config": {"moe_k": 2}}}):
+        (directory / "config.json").write_text(json.dumps({"hidden_act": "silu", **changes}))
+        assert {layer.top_k for layer in Checkpoint(directory).layers} == {2}
 
 
 # ---- folders and files -----------------------------------------------------------------------------------------------
@@ -217,13 +247,16 @@ def test_a_second_file_beside_the_index(tmp_path: Path) -> None:
 
 
 def test_the_constants_of_swiglu(directory: Path) -> None:
-    """What TensorRT-LLM takes where the configuration does not say; of other models nobody knows here."""
+    """What TensorRT-LLM takes where the configuration does not say. Models with a limit for each layer differ in the formula."""
     for changes, expected in (
         ({"hidden_act": "swigluoai"}, ("SwigluBias", True, (1.702, 1.0, 7.0))),
         ({"model_type": "minimax_m3_vl_text", "swiglu_alpha": 1, "swiglu_limit": 5}, ("SwigluBias", True, (1, 1.0, 5))),
         ({"model_type": "gpt_oss", "swiglu_limit": 7.0}, ("SwigluBias", True, (1.702, 1.0, 7.0))),
         ({"model_type": "deepseek_v4", "swiglu_limit": 10.0}, ("SwigluBias", True, (1.0, 0.0, 10.0))),
-        ({"model_type": "another", "swiglu_limit": 7.0}, ("Swiglu", True, None)),
+        ({"model_type": "another", "swiglu_limit": 7.0}, ("SwigluBias", True, (1.0, 0.0, 7.0))),
+        ({"model_type": "another", "swiglu_limit": 0.0}, ("Swiglu", False, None)),
+        ({"model_type": "another", "swiglu_limit": None, "swiglu_limits": [0.0, 7.0]}, ("Swiglu", False, None)),
+        ({"model_type": "another", "swiglu_limits": [7.0]}, ("Swiglu", True, None)),
     ):
         edit_json(directory / "config.json", **{"hidden_act": "silu", "swiglu_alpha": None, **changes})
         layer = Checkpoint(directory).layers[0]
@@ -254,6 +287,10 @@ def renamed(old: str, new: str) -> Callable[[Path], None]:
     return rename
 
 
+def only(name: str) -> Callable[[Path], Any]:
+    return lambda d: save_file({name: torch.zeros(1)}, d / "model.safetensors")
+
+
 def tensors(**changes: torch.Tensor | None) -> Callable[[Path], None]:
     """Change tensors of expert 0; ``__`` stands for a dot."""
     return lambda d: edit_tensors(d, **{E0 + name.replace("__", "."): tensor for name, tensor in changes.items()})
@@ -270,29 +307,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: missing"),
     "config no json": (raw("config.json", "{"), "config.json: cannot be read"),
     "config no object": (raw("config.json", "[]"), "config.json: holds no JSON object"),
-    "no top_k": (raw("config.json", "{}"), "num_experts_per_tok is missing"),
-    "wrong expert count": (config(num_experts=4), "has tensors of 2 experts, numbered up to 1, expected 4"),
-    "no quantization section": (raw("hf_quant_config.json", "{}"), "no quantization section"),
-    "no quantization file": (
-        lambda d: (d / "hf_quant_config.json").unlink(),
-        "is packed, but config.json does not say how it is quantized; copy hf_quant_config.json from the export",
+    "no top_k": (
+        raw("config.json", "{}"),
+        "experts per token is under none of num_experts_per_tok, num_experts_per_token, top_k",
     ),
-    "odd layer entry": (
-        lambda d: quantize(d, quant_algo="MIXED_PRECISION", quantized_layers=ODD_ENTRY),
-        'quant_algo is ["x"], not a string',
+    "stacked in compressed-tensors": (
+        only("a.experts.down_proj_input_global_scale"),
+        "its experts are stacked in compressed-tensors (a.experts.down_proj_input_global_scale), which verify and TensorRT-LLM",
     ),
-    "another algorithm of nvidia-modelopt": (
-        lambda d: quantize(d, quant_algo="FP8_PB_WO"),
-        "its experts are FP8_PB_WO, none of NVFP4, W4A16_NVFP4, MXFP4, MXFP8; quantize it with",
+    "experts of unknown names": (
+        only("a.experts.fc1"),
+        "its experts have names that verify does not know, such as a.experts.fc1; ex",
     ),
-    **{
-        f"LFS pointer, {name}": (raw(name, POINTER), f"{name}: is a Git LFS pointer, not the file itself; run git lfs pull")
-        for name in ("model.safetensors", "config.json")
-    },
-    "no safetensors": (lambda d: (d / "model.safetensors").unlink(), "holds no *.safetensors"),
-    "truncated": (lambda d: os.truncate(d / "model.safetensors", 5_000), "model.safetensors: cannot be opened"),
-    "no header": (raw("model.safetensors", "x" * 100), "model.safetensors: cannot be opened"),
-    "no experts": (lambda d: save_file({"a": torch.zeros(1)}, d / "model.safetensors"), "no MoE layers"),
     "missing scale": (tensors(up_proj__weight_scale=None), "up_proj.weight_scale is missing"),
     "missing projection": (tensors(**{f"up_proj__{kind}": None for kind in KINDS}), "has the projections"),
     "wrong dtype": (tensors(up_proj__weight_scale=torch.ones(16, 8)), "is F32 [16, 8], expected F8_E4M3"),

@@ -174,6 +174,7 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
         ((directory, "--tokens", "1", "--json", "/dev/full"), "error: /dev/full: cannot be written"),
         ((directory, "--original", tmp_path / "none"), "no such directory"),
         ((tmp_path / "none",), "no such directory"),
+        ((directory / "config.json",), "is a file, not a folder"),
         (("x" * 5000,), "no such directory"),
         (("nvidia/A-Model",), "give the folder that this prints: hf download nvidia/A-Model"),
     ):
@@ -310,3 +311,29 @@ def test_numbers_that_are_not_the_familys_fail(tmp_path: Path, triton_alone: Non
     write_checkpoint(tmp_path, [random_experts(8, 128, 256)], top_k=2)
     monkeypatch.setattr(UnquantizedReferenceKernel, "quantizes", True)
     assert "on triton: rel_l2_kernel" in verify(tmp_path, "--tokens", "8", status=1).output
+
+
+def test_ranks_that_divide_no_layer_are_told_once(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, [random_experts(2, 128, 64)] * 2, top_k=1)
+    result = CliRunner().invoke(main, ["verify", str(tmp_path), "--tp", "3"])
+    assert (result.exit_code, result.output) == (2, "error: --tp 3 does not divide intermediate size 64\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "words"),
+    [("", "/dev/full", "standard output cannot be written"), ("sys.modules['click'] = None", "/dev/null", "pip install click")],
+)
+def test_what_python_cannot_do_is_one_line(code: str, stdout: str, words: str) -> None:
+    program = f"import sys; sys.argv[1:] = ['switch']; {code}\nfrom trtllm_b12x.__main__ import main; main()"
+    with open(stdout, "w") as stream:
+        result = subprocess.run([sys.executable, "-c", program], stdout=stream, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize("module", ["warmup", "floor", "models"])
+def test_help_of_benchmarks(module: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", "--help"], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert "python -m benchmarks" in result.stdout, result.stderr

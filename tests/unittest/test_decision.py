@@ -46,6 +46,7 @@ CASES: list[tuple[RejectReason, dict[str, Any]]] = [
     (RejectReason.REQUIREMENT, {"unmet": ("nvidia-cutlass-dsl>=4.6.2a0 (4.5.0 is installed)",)}),
     (RejectReason.REQUIREMENT, {"unmet": ("apache-tvm-ffi>=0.1.11 (0.1.6 is installed)",)}),
     (RejectReason.TRITON, {"triton_lacks": (Lacking("no gcc", "apt-get install gcc"),)}),
+    (RejectReason.NVRTC, {"nvrtc": False}),
     (RejectReason.UPCAST, {"upcast": "Triton 3.5.1 multiplies bfloat16"}),
     (RejectReason.QUANTIZATION, {"quant_algo": "FP8"}),
     (RejectReason.QUANTIZATION, {"quant_algo": "none"}),

@@ -244,6 +244,31 @@ def test_what_triton_lacks(monkeypatch: pytest.MonkeyPatch, every_family: None) 
     assert report(monkeypatch, facts)["environment"]["triton_lacks"][0]["what"] == "no C compiler"
 
 
+def test_nvrtc_is_missing(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
+    result = run(monkeypatch, dataclasses.replace(STOCK, nvrtc=False), "--target", "sm_120a", status=0)
+    assert "cuda          refused: NVRTC" in result.output.splitlines()
+    assert "-> pip install nvidia-cuda-nvrtc" in result.output
+    assert result.output.splitlines()[-1] == "triton WOULD serve decode on sm_120a"
+
+
+@pytest.mark.parametrize("plugins", ["", "trtllm_b12x,lora"])
+def test_where_vllm_is_the_only_engine(monkeypatch: pytest.MonkeyPatch, every_family: None, plugins: str) -> None:
+    """Nothing of TensorRT-LLM's, nor of FlashInfer's b12x, which vLLM does not get."""
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    monkeypatch.setattr("trtllm_b12x.engines.vllm.facts.version", lambda: "0.33.0")
+    monkeypatch.setattr("trtllm_b12x.engines.vllm.facts.check", lambda: None)
+    result = run(monkeypatch, STOCK, status=0 if plugins else 1)
+    *lines, last = result.output.splitlines()
+    assert not any(word in result.output for word in ("FlashInferNvfp4", "CutlassFusedMoE", "\nb12x", "$ pip install"))
+    assert "TensorRT-LLM  not installed" in lines
+    assert "NVFP4 Swiglu runs on cuda, else triton" in lines
+    if plugins:
+        assert last == "cuda WILL serve decode here"
+    else:
+        assert last == "cuda and triton and grouped will NOT serve decode here: vLLM's own kernels run"
+        assert "vLLM 0.33.0, loads only VLLM_PLUGINS=: add trtllm_b12x to it, or unset it" in lines
+
+
 def test_where_libcuda_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For the card that is here, and for no other. WSL2 has it in a folder of its own."""
     monkeypatch.delenv("TRITON_LIBCUDA_PATH", raising=False)

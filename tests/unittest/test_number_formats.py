@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, RejectReason, decide
+from trtllm_b12x.decision import Deployment, Environment, KernelFeatures, Lacking, RejectReason, decide, families, resolve
 from trtllm_b12x.decision.families import grouped, grouped_nvfp4, triton_mxfp8
 from trtllm_b12x.engines.trtllm import machine
 from trtllm_b12x.environment import triton
@@ -109,6 +109,11 @@ def test_decode_alone_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = LayerShape(quant_algo="MXFP8", group_size=32, activation="Swiglu", hidden_size=256, intermediate_size=96)
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
     assert machine.resolve((problem, Deployment())).reasons == (RejectReason.PREFILL,)
+    assert "let it name kernels that serve any number" in str(machine.resolve((problem, Deployment())))
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "cuda,grouped")
+    facts = Environment(triton_lacks=(Lacking("Triton is not installed", "pip install triton"),))
+    features = {row.name: row.features(facts) for row in families.rows(("cuda", "grouped"), "MXFP8")}
+    assert "(fix what keeps grouped from serving)" in str(resolve(problem, None, facts, features))  # not: unset a variable
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "grouped")
     assert machine.resolve((problem, Deployment())).families == ("grouped",)
     monkeypatch.delenv("TRTLLM_B12X_KERNELS")

@@ -234,3 +234,7 @@ def test_a_file_that_the_user_names(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ValueError, match="No such file"):
         store.load_file(file, KEY)
+
+
+def test_tests_leave_the_cache_of_the_user_alone() -> None:
+    assert disk.directory() != Path.home() / ".cache/trtllm_b12x"

@@ -77,5 +77,6 @@ def resolve(
     if not resolution.served:
         return resolution
     detail = "the host has no path for prefill, and no family that has one is eligible"
-    prefill = Rejection(RejectReason.PREFILL, detail)
+    unfit = " or ".join(name for name, features in families.items() if features.every_count)
+    prefill = Rejection(RejectReason.PREFILL, detail, advice=f"fix what keeps {unfit} from serving" if unfit else "")
     return Resolution(tuple((name, Verdict((*verdict.rejections, prefill))) for name, verdict in verdicts))

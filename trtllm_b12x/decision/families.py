@@ -76,6 +76,7 @@ def triton(e: Environment) -> KernelFeatures:
             RejectReason.ACTIVATION_CONSTANTS,
             RejectReason.UNEQUAL_SCALES,
             RejectReason.ROUTER_WEIGHT_ON_INPUT,
+            RejectReason.NVRTC,
             RejectReason.UPCAST,
         },
     )
@@ -150,7 +151,7 @@ def grouped(e: Environment) -> KernelFeatures:
 
 
 cuda, cuda_w4a16, cuda_mxfp4, cuda_mxfp8 = (
-    _derived(decode, frozenset({RejectReason.TRITON}), name="cuda", oldest_sm=90, most_tokens=64)
+    _derived(decode, frozenset({RejectReason.TRITON}), frozenset({RejectReason.NVRTC}), name="cuda", oldest_sm=90, most_tokens=64)
     for decode in (triton, triton_w4a16, triton_mxfp4, triton_mxfp8)
 )
 """Decode in one launch: as Triton's, up to 64 tokens and without Triton."""

@@ -84,5 +84,7 @@ class Environment:
     """Intermediate size of FlashInfer's kernels is a multiple of this."""
     triton_lacks: tuple[Lacking, ...] | None = None
     """Missing items that prevent compiling a Triton kernel for the card."""
+    nvrtc: bool | None = None
+    """False if NVRTC, which compiles kernels of family ``cuda``, is not installed."""
     upcast: str = ""
     """Reason why Triton multiplies bfloat16 instead of block-scaled codes; empty if it does not, or if not examined."""

@@ -73,6 +73,8 @@ def machine_findings(e: Environment) -> Iterator[Finding]:
         yield RejectReason.REQUIREMENT, f"not met: {', '.join(e.unmet)}"
     if e.triton_lacks:
         yield RejectReason.TRITON, "; ".join(item.what for item in e.triton_lacks)
+    if e.nvrtc is False:
+        yield RejectReason.NVRTC, "NVRTC, which compiles these kernels, is not installed"
     if e.upcast:
         yield RejectReason.UPCAST, e.upcast
 

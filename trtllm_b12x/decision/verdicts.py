@@ -20,6 +20,7 @@ class RejectReason(Enum):
     FLASHINFER_BROKEN = "install FlashInfer anew"
     REQUIREMENT = "install what FlashInfer and the CuTe DSL require"
     TRITON = "install what compiles Triton's kernels"
+    NVRTC = "pip install nvidia-cuda-nvrtc, of the CUDA version that torch is built for"
     UPCAST = "install a Triton that has block-scaled products for this card"
     PREFILL = "unset TRTLLM_B12X_KERNELS, or let it name kernels that serve any number of tokens"
     QUANTIZATION = "quantize the experts with nvidia-modelopt's NVFP4_DEFAULT_CFG, or leave the layer to TensorRT-LLM"
@@ -39,7 +40,9 @@ class RejectReason(Enum):
     ALLTOALL = "nothing to do: CUTLASS serves layers behind an all-to-all"
     LOAD_BALANCER = "remove moe_config.load_balancer"
     LORA = "nothing to do: CUTLASS serves LoRA"
-    KERNELS = "unset TRTLLM_B12X_KERNELS, or let it name kernels that run on this device"
+    KERNELS = (
+        "let TRTLLM_B12X_KERNELS, or --kernels of verify, name kernels that run on this device; without either all are considered"
+    )
     KERNEL_PLAN_FAILED = "run trtllm-b12x doctor --compile, and report the line if it passes"
     CUDA_GRAPHS = "nothing to do: CUTLASS serves captured graphs where the kernel cannot be captured"
 
@@ -81,7 +84,7 @@ class KernelFeatures:
     """True if the kernels serve calls of any size. A format without a host path needs one such family."""
     measured_from: int = 0
     """Smallest token count served. If not 0, the family serves only the counts at which it was measured to be the fastest."""
-    bound_by: frozenset[RejectReason] = frozenset(RejectReason) - {RejectReason.TRITON, RejectReason.UPCAST}
+    bound_by: frozenset[RejectReason] = frozenset(RejectReason) - {RejectReason.TRITON, RejectReason.NVRTC, RejectReason.UPCAST}
     """Rules that apply to this family. For example, FlashInfer's rules do not bind a family that does not use FlashInfer."""
 
 

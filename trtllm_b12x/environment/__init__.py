@@ -14,7 +14,7 @@ from functools import cache
 from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Environment
 
-from . import packages, triton
+from . import nvrtc, packages, triton
 from .cute_dsl import WHEELS, inspect_payload
 from .flashinfer import distribution_of, inspect_flashinfer
 from .gpu import cards, driver_cuda, gpu_sm, toolkit_cuda
@@ -39,8 +39,8 @@ def probe(host: tuple[str, str] = ("none", ""), always_look: bool = False) -> En
 def _probe(hosted: bool, always_look: bool) -> Environment:
     """Probe the machine once.
 
-    Without ``always_look`` the CuTe DSL payload is not loaded if b12x cannot serve: on another card, or switched off. The
-    server then starts without it. Files and ptxas show if Triton lacks something.
+    The CuTe DSL payload is not loaded if b12x is not considered. Without ``always_look`` neither if it cannot serve: on another
+    card, or switched off. The server then starts without it. Files and ptxas show if Triton lacks something.
     """
     wheels = packages.installed(WHEELS)
     dsl = wheels.get("nvidia-cutlass-dsl")
@@ -51,11 +51,12 @@ def _probe(hosted: bool, always_look: bool) -> Environment:
         toolkit_cuda=toolkit_cuda(),
         dsl="none" if dsl is None else dsl.version,
         dsl_wheels=tuple(wheels),
+        nvrtc=nvrtc.library() is not None,
     )
     if not always_look and (facts.enabled is False or not hosted or facts.sm not in (None, 120, 121)):
         return facts
     facts = replace(facts, triton_lacks=triton.lacking(facts.sm), upcast=triton.upcast(facts.sm))
-    if not always_look and "b12x" not in settings.KERNELS():
+    if "b12x" not in settings.KERNELS():
         return facts
     facts = inspect_payload(facts)
     origin = packages.origin("flashinfer")

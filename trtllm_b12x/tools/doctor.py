@@ -26,6 +26,7 @@ from trtllm_b12x.decision import Environment, Rejection, Resolution, families
 from trtllm_b12x.decision.families import Family
 from trtllm_b12x.dispatch.policy import MeasuredPolicy, Timings
 from trtllm_b12x.engines.trtllm import host
+from trtllm_b12x.engines.vllm import facts
 from trtllm_b12x.engines.vllm.report import vllm_lines
 from trtllm_b12x.environment import packages, prove
 from trtllm_b12x.environment.flashinfer import cache_folder
@@ -41,6 +42,7 @@ class _Layer:
 
     shape: LayerShape
     verdict: Resolution
+    engine: str
 
     @property
     def name(self) -> str:
@@ -61,6 +63,8 @@ class _Layer:
 
     @property
     def class_name(self) -> str:
+        if self.engine == "vLLM":
+            return "class of trtllm-b12x" if self.verdict.served else "class of vLLM"
         if self.verdict.served:
             return "FlashInferNvfp4Sm12xFusedMoE"
         row = formats.find(self.shape.quant_algo or "")
@@ -77,7 +81,7 @@ class _Layer:
 
 @click.command(short_help="Show which kernels serve decode here, and why others do not.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen.")
-@click.option("--compile", "compile_", is_flag=True, help="Prove it: compile a kernel of each family (seconds).")
+@click.option("--compile", "compile_", is_flag=True, help="Prove it: compile a kernel of each family (a minute).")
 @click.option("--target", type=click.Choice(sorted(TARGETS)), help="Check for this card instead of the one that is here.")
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Check the MoE layers of this checkpoint.")
 @click.pass_context
@@ -89,8 +93,21 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     complaints = settings.complaints()
     for complaint in complaints:
         click.echo(f"error: {complaint}", err=True)
+    variables = [("variable", f"{name}={value}") for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)]
+    only_vllm = bool(facts.version()) and not host.installed()
+    theirs = [name for name in settings.KERNELS() if name in facts.FAMILIES]
+    with settings.KERNELS.set(",".join(theirs)) if only_vllm and theirs else contextlib.nullcontext():
+        status = _doctor(as_json, compile_, target, checkpoint, "vLLM" if only_vllm else "TensorRT-LLM", variables)
+    ctx.exit(2 if complaints else status)
+
+
+def _doctor(
+    as_json: bool, compile_: bool, target: str | None, checkpoint: Path | None, engine: str, variables: list[tuple[str, str]]
+) -> int:
     _load_host()
     environment = probe_machine(target)
+    vllm = list(vllm_lines(environment))
+    left_out = f"vLLM {vllm[0]}" if len(vllm) == 1 else ""
     proofs = {}
     if compile_:
         if importlib.util.find_spec("torch") is None:
@@ -99,13 +116,15 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         proofs = {name: prove.prove(card, name) for name in settings.KERNELS()}
     source = None if checkpoint is None else opened(checkpoint)
     shapes = _usual_shapes() if source is None else shapes_in(source).values()
-    layers = [_Layer(shape, resolve_layer(shape, environment)) for shape in shapes]
+    layers = [_Layer(shape, resolve_layer(shape, environment), engine) for shape in shapes]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((family for family in layer.decoding if family not in failed), "") for layer in layers]
+    if engine == "vLLM" and left_out:
+        serving = []
     driver = machine.driver_cuda()
     caveats = dict.fromkeys(row.features(environment).caveat for layer in layers for row in layer.rows)
-    rows = [*_facts(environment, target, driver), *(("note", caveat) for caveat in caveats if caveat)]
-    rows += [("setting", complaint) for complaint in complaints]
+    rows = [*_facts(environment, target, driver, vllm), *variables, *(("note", caveat) for caveat in caveats if caveat)]
+    rows += [("setting", complaint) for complaint in settings.complaints()]
     rows += [("checkpoint", remark) for remark in (source.remarks if source else ())]
     if as_json:
         report = {
@@ -122,8 +141,8 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
         for family, proof in proofs.items():
             result = f"compiled in {proof.seconds} s" if proof.compiled else proof.error
             rows.append(("compile", f"{family} for {proof.target}: {result}"))
-        _print_screen(environment, rows, target, layers, serving)
-    ctx.exit(2 if complaints else 0 if any(serving) else 1)
+        _print_screen(environment, rows, target, layers, serving, engine, left_out)
+    return 0 if any(serving) else 1
 
 
 def _usual_shapes() -> list[LayerShape]:
@@ -155,30 +174,40 @@ def _print_rows(rows: list[tuple[str, str]]) -> None:
 
 
 def _print_screen(
-    e: Environment, rows: list[tuple[str, str]], target: str | None, layers: list[_Layer], serving: list[str]
+    e: Environment,
+    rows: list[tuple[str, str]],
+    target: str | None,
+    layers: list[_Layer],
+    serving: list[str],
+    engine: str,
+    left_out: str,
 ) -> None:
     _print_rows(rows)
     click.echo()
     # Without a host, or for a card that is not here, this is what would happen.
-    hypothetical = e.host == "none" or target is not None
+    hypothetical = (e.host == "none" and engine != "vLLM") or target is not None
     several = any(len(layer.verdict.verdicts) > 1 for layer in layers)
     for layer in layers:
-        on = f" on {', else '.join(layer.decoding)}" if several and layer.verdict.served else ""
-        _print(f"{layer.name} {'would be' if hypothetical else 'is'} {layer.class_name}{on}", indent="  ")
+        on = f" on {', else '.join(layer.decoding)}" if (several or engine == "vLLM") and layer.verdict.served else ""
+        fate = f"{'would be' if hypothetical else 'is'} {layer.class_name}{on}"
+        if engine == "vLLM":
+            fate = f"{'would run' if hypothetical else 'runs'}{on}" if on else "stays on vLLM's own kernels"
+        _print(f"{layer.name} {fate}", indent="  ")
     considered = list(dict.fromkeys(family for layer in layers for family, _ in layer.verdict.verdicts))
     if several:
         _print_rows([(family, _eligibility(family, layers)) for family in considered])
     _print_rejections(layers, several)
     click.echo()
-    if problem := _hook_problem(e):
+    for problem in filter(None, (_hook_problem(e), left_out)):
         _print(problem)
         click.echo()
     names = " and ".join(dict.fromkeys(filter(None, serving)))
     if not names:
         verb = "WOULD NOT" if hypothetical else "will NOT"
-        click.echo(f"{' and '.join(considered)} {verb} serve decode here: TensorRT-LLM's CUTLASS class runs")
+        instead = "vLLM's own kernels run" if engine == "vLLM" else "TensorRT-LLM's CUTLASS class runs"
+        click.echo(f"{' and '.join(considered)} {verb} serve decode here: {instead}")
     elif hypothetical:
-        click.echo(f"{names} WOULD serve decode {'here, inside TensorRT-LLM' if target is None else f'on {target}'}")
+        click.echo(f"{names} WOULD serve decode {f'here, inside {engine}' if target is None else f'on {target}'}")
     else:
         click.echo(f"{names} WILL serve decode here")
 
@@ -231,17 +260,19 @@ def _cuda(version: tuple[int, int] | None) -> str:
     return "unknown" if version is None else f"CUDA {version[0]}.{version[1]}" if version[0] else "none"
 
 
-def _facts(e: Environment, target: str | None, driver: tuple[int, int] | None) -> list[tuple[str, str]]:
+def _facts(e: Environment, target: str | None, driver: tuple[int, int] | None, vllm: list[str]) -> list[tuple[str, str]]:
     ranks = "" if e.expert_parallel else "no "
     gpu = "unknown" if e.sm is None else f"SM{e.sm}" if e.sm else "none"
     host_version = _versions("tensorrt_llm").partition(" ")[2]
     recognized = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
+    if vllm and e.host == "none":
+        recognized = "not installed"
     return [
         ("trtllm-b12x", __version__ + _commit()),
         ("Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}"),
         ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
         ("TensorRT-LLM", f"{host_version}, {recognized}" if host_version else recognized),
-        *((name, line) for name, line in zip(itertools.chain(["vLLM"], itertools.repeat("")), vllm_lines(e), strict=False)),
+        *((name, line) for name, line in zip(itertools.chain(["vLLM"], itertools.repeat("")), vllm, strict=False)),
         ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
         *(("", card) for card in machine.cards()),
         ("driver", _cuda(driver)),
@@ -254,7 +285,6 @@ def _facts(e: Environment, target: str | None, driver: tuple[int, int] | None) -
         *(("libcuda", line) for line in [machine.triton.libcuda()] if e.sm and target is None),
         *(("cache", line) for line in _caches()),
         *((name, line) for name, line in zip(itertools.chain(["paths"], itertools.repeat("")), _paths(), strict=False)),
-        *(("variable", f"{name}={value}") for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)),
     ]
 
 
@@ -273,7 +303,7 @@ def _versions(*names: str) -> str:
 def _payload(e: Environment) -> str:
     kept = ", read by an earlier process (trtllm-b12x cache clear)" if e.payload_kept else ""
     where = f", from {e.payload_file}" if e.payload_file else ""
-    return f"{e.dsl}, payload that loads: {_cuda(e.payload_cuda)}{where}{kept}"
+    return str(e.dsl) + ("" if e.payload_cuda is None else f", payload that loads: {_cuda(e.payload_cuda)}{where}{kept}")
 
 
 def _triton(e: Environment) -> str:

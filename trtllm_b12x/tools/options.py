@@ -47,17 +47,17 @@ class Ranks:
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add CHECKPOINT, the sizes and the ranks: the arguments of ``layer_shapes``."""
-    ranks, names = click.IntRange(1, 1024), [name.lower() for name in formats.names()]
+    ranks, most, names = click.IntRange(1, 1024), 2**20, [name.lower() for name in formats.names()]
     form = click.Choice(names, case_sensitive=False)
     for option in (
         click.option("--ep", type=ranks, default=1, show_default=True, help="Expert-parallel ranks."),
         click.option("--tp", type=ranks, default=1, show_default=True, help="Tensor-parallel ranks."),
         click.option("--format", "form", type=form, default=names[0], show_default=True, help="Of weights given by their sizes."),
         click.option("--activation", default="swiglu", show_default=True, help="swiglu, relu2 or another one with kernels."),
-        click.option("--top-k", type=click.IntRange(1), help="Experts per token."),
-        click.option("--experts", type=click.IntRange(1), help="Experts of the layer, over all ranks."),
-        click.option("--intermediate", type=click.IntRange(16), help="Intermediate size of an expert, before any split."),
-        click.option("--hidden", type=click.IntRange(128), help="Hidden size."),
+        click.option("--top-k", type=click.IntRange(1, most), help="Experts per token."),
+        click.option("--experts", type=click.IntRange(1, most), help="Experts of the layer, over all ranks."),
+        click.option("--intermediate", type=click.IntRange(16, most), help="Intermediate size of an expert, before any split."),
+        click.option("--hidden", type=click.IntRange(128, most), help="Hidden size."),
         click.argument("checkpoint", type=click.Path(path_type=Path), required=False),
     ):
         command = option(command)

@@ -181,8 +181,10 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
                 except (UnusableError, MemoryError, OutOfMemoryError) as error:  # the other layers may still be verified
                     set_progress(done, len(chosen))  # raises if Ctrl-C caused the error
                     no_memory = f"{device}: out of memory; choose --device cpu or smaller --tokens"
-                    errors[layer.name] = str(error) if isinstance(error, UnusableError) else no_memory
-                    print_line(f"error: {errors[layer.name]}", err=True)
+                    text = str(error) if isinstance(error, UnusableError) else no_memory
+                    if text not in errors.values():  # ranks do not divide any layer
+                        print_line(f"error: {text}", err=True)
+                    errors[layer.name] = text
                 _write_report(json_file, head, reports, errors, "running")
         status = _status(reports, errors)
         if reports:

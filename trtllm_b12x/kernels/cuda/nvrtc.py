@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
+
+from trtllm_b12x.environment import nvrtc as environment
 
 
 class CompileError(RuntimeError):
     """NVRTC is missing or rejects the source; the message has its log."""
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
-    """Load the newest NVRTC of the environment's wheels, or else the system's. Raise CompileError if there is none."""
-    folders = [Path(path) for path in sys.path]
-    files = [file for folder in folders for file in folder.glob("nvidia/*/lib/libnvrtc.so.1?")]
-    names = [str(file) for file in sorted(files, key=lambda file: file.name, reverse=True)] + ["libnvrtc.so.13", "libnvrtc.so.12"]
-    for name in names:
-        try:
-            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.1?.*"):
-                ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)  # NVRTC looks for it on the loader's path alone
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
+    """Return NVRTC. Raise CompileError if it is not installed."""
+    if (found := environment.library()) is not None:
+        return found
     raise CompileError("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
 
 

@@ -16,9 +16,10 @@ import torch
 from trtllm_b12x import formats
 from trtllm_b12x.formats.geometry import LayerShape
 
+from .activation import activation
 from .files import CheckpointError, Section, TensorFiles, read_json
 from .quantization import BLOCK_FP8, Quantization
-from .storage import UNQUANTIZED, algorithm, storage_of
+from .storage import UNCALIBRATED, UNQUANTIZED, algorithm, storage_of
 
 _EXPERT_TENSOR = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>[0-9]{1,9})\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\."
@@ -43,11 +44,16 @@ _PROJECTIONS = (
 )
 """Host's names of the projections to those of a checkpoint."""
 
-_ACTIVATIONS = {(True, "silu"): "Swiglu", (True, "gelu_pytorch_tanh"): "Geglu", (False, "relu2"): "Relu2"}
-"""(gated, ``hidden_act``) to the name in the host's ``ActivationType``."""
+_STACKED_ELSEWHERE = tuple(
+    f"_proj_{kind}" for kind in ("packed", "scale", "global_scale", "input_global_scale", "zero_point", "shape")
+)
+"""Ends of names where compressed-tensors has all experts in one tensor."""
 
-_CONSTANTS = ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "swiglu_beta")
-"""Keys of config.json that change SwiGLU (MiniMax-M3, gpt-oss, DeepSeek-V4)."""
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
+"""Keys of config.json. The last three: Step 3, Hunyuan and LongCat, ERNIE 4.5."""
+
+_NESTED = ("text_config", "llm_config", "thinker_config")
+"""Keys of config.json under which multimodal models keep the language model's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,8 @@ class MoELayer(LayerShape):
     intermediate_size: int
     activation: str
     quant_algo: str
+    label: str
+    """Algorithm that the configuration names. ``quant_algo`` is what is stored."""
     swiglu: tuple[float, float, float] | None
     """alpha, beta and limit of all experts, if it is known how the host reads them."""
     projections: Mapping[str, str]
@@ -119,6 +127,8 @@ class LayerWeights(Mapping[str, torch.Tensor]):
         if kind not in layer.kinds or not 0 <= expert < layer.num_experts:
             raise KeyError(key)
         name = layer.tensor_name(expert, projection, kind)
+        if kind == "input_scale" and not layer.stacked and self._checkpoint.uncalibrated(layer, expert, projection):
+            return name, torch.zeros(())
         if not layer.stacked or kind in self._storage.scalars:
             tensor = self._checkpoint.tensor(name)
             if layer.aliases.get(kind) in self._storage.reciprocals:
@@ -158,13 +168,13 @@ class Checkpoint:
             remedy = "give the folder that holds config.json"
             if re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", str(directory)):
                 remedy = f"for a Hugging Face name, give the folder that this prints: hf download {directory}"
-            raise CheckpointError(str(directory)[:300], "no such directory", remedy)
+            problem = "is a file, not a folder" if os.path.isfile(directory) else "no such directory, or no permission to see it"
+            raise CheckpointError(str(directory)[:300], problem, remedy)
         config = read_json(self.directory / "config.json")
-        # Multimodal configurations nest the language model's.
-        nested: dict[str, Any] = next(
-            (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), {}
-        )
-        self._config = Section(config.path, {**config, **nested})
+        nested: dict[str, Any] = config
+        while nested := next((nested[key] for key in _NESTED if isinstance(nested.get(key), dict)), {}):
+            config = Section(config.path, {**config, **nested})
+        self._config = config
         self._quantization = Quantization.from_files(self.directory, self._config)
         self._files = TensorFiles(self.directory)
         self.file_of, self.tensor = self._files.file_of, self._files.tensor
@@ -180,11 +190,33 @@ class Checkpoint:
         pairs = ((weights[f"{e}.w1.{kind}"], weights[f"{e}.w3.{kind}"]) for e in range(layer.num_experts))
         return any(not torch.equal(gate, up) for gate, up in pairs)
 
+    def uncalibrated(self, layer: MoELayer, expert: int, projection: str) -> bool:
+        """Return whether the input scale of FC1 or FC2 is missing. TensorRT-LLM from 1.3 on reads gate's and up's together."""
+        together = ["w2"] if projection == "w2" else [name for name in layer.projections if name != "w2"]
+        return any(layer.tensor_name(expert, name, "input_scale") not in self._files for name in together)
+
     @property
     def remarks(self) -> list[str]:
-        """Lines on what TensorRT-LLM does with this checkpoint if it does not load it."""
-        modules = {name.rpartition(".")[0] for name in self._files}
-        return self._quantization.remarks(modules, str(self._config.get("model_type", "")))
+        """Lines on what engines do with this checkpoint if they do not load it, or read it in another way."""
+        names = {name.rpartition(".")[0] for name in self._files}
+        found = self._quantization.remarks(names, str(self._config.get("model_type", "")))
+        for algo, first in {layer.quant_algo: layer for layer in self.layers[::-1] if layer.quant_algo != layer.label}.items():
+            if (fate := storage_of(algo).mislabeled) and self._header(first.tensor_name(0, "w1", "weight"))[0] == "U8":
+                form = next(row.name for row in formats.FORMATS if row.quant_algo == algo)
+                found.append(
+                    f"{self._quantization.path.name}: names {first.label}, but experts such as {first.name}'s are {form}: {fate}"
+                )
+        lacking = [
+            f"expert {expert} of {layer.name}"
+            for layer in self.layers
+            if storage_of(layer.quant_algo) is not UNQUANTIZED and "input_scale" in layer.kinds and not layer.stacked
+            for expert in range(layer.num_experts)
+            if any(self.uncalibrated(layer, expert, projection) for projection in layer.projections)
+        ]
+        if lacking:
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            found.append(f"no input_scale: {lacking[0]}{more}. {UNCALIBRATED}")
+        return found
 
     @cached_property
     def layers(self) -> list[MoELayer]:
@@ -204,16 +236,25 @@ class Checkpoint:
                 layer.experts.setdefault(int(groups.get("expert", 0)), set()).add(groups["projection"])
         if not names:
             problem = "no MoE layers (no tensors named *.experts.N.*_proj.weight or *.experts.gate_up_proj)"
-            raise CheckpointError(self.directory, problem, "give a mixture-of-experts checkpoint")
+            remedy = "give a mixture-of-experts checkpoint"
+            if other := next((name for name in self._files if ".experts." in name), None):
+                problem = f"its experts have names that verify does not know, such as {other}"
+                remedy = "export one tensor for each projection of an expert, such as experts.0.gate_proj.weight"
+            if other and other.endswith(_STACKED_ELSEWHERE):
+                problem = f"its experts are stacked in compressed-tensors ({other}), which verify and TensorRT-LLM do not read"
+                if any(name.endswith("_input_global_scale") for name in self._files):
+                    problem += "; vLLM 0.33 raises AttributeError at their input_global_scale"
+            raise CheckpointError(self.directory, problem, remedy)
         layers = (
             self._layer(name, tensors, *self._quantization.of_experts(name, tensors.modules)) for name, tensors in names.items()
         )
         return sorted(layers, key=lambda layer: (layer.index, layer.name))
 
     def _layer(self, name: str, names: _TensorNames, algo: str, group_size: int | None) -> MoELayer:
-        top_k = self._config.typed(int, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+        top_k = self._config.typed(int, *_TOP_K)
         if top_k is None:
-            raise CheckpointError(self._config.path, "num_experts_per_tok is missing", "restore it")
+            problem = f"the number of experts per token is under none of {', '.join(_TOP_K)}"
+            raise CheckpointError(self._config.path, problem, "add num_experts_per_tok")
         spelled = names.experts.get(0, set())
         projections = next((known for known in _PROJECTIONS if set(known.values()) == spelled), None)
         if projections is None:
@@ -227,8 +268,12 @@ class Checkpoint:
             weight, down = (prefix + projections[half] + f"_{fp4_codes}" * bool(fp4_codes) for half in ("w1", "w2"))
         else:
             weight = f"{prefix}0.{projections['w1']}.{fp4_codes or 'weight'}"
-        if algo == BLOCK_FP8 and self._header(weight)[0] == "I8":  # DeepSeek-V4; TensorRT-LLM looks at the same header
+        label = algo
+        # I8: DeepSeek-V4; TensorRT-LLM looks at the same header. U8: MiMo-V2 and Ling.
+        if algo == BLOCK_FP8 and (self._header(weight)[0] == "I8" or self._quantization.experts == "mxfp4"):
             algo, group_size = (algorithm("MXFP4"), formats.group_size("MXFP4"))
+        if not names.kinds.intersection(("input_scale", "input_global_scale")):
+            algo = storage_of(algo).weight_only or algo
         storage = storage_of(algo)
         packed = storage.elements["weight"]
         if names.stacked:
@@ -239,7 +284,7 @@ class Checkpoint:
             rows //= 2
         else:
             num_experts, last = len(names.experts), max(names.experts)
-            expected = self._config.typed(int, "num_experts", "num_local_experts", "n_routed_experts")
+            expected = self._config.typed(int, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
             expected = last + 1 if expected is None else expected
             if (num_experts, last) != (expected, expected - 1):
                 problem = f"{name} has tensors of {num_experts} experts, numbered up to {last}, expected {expected}"
@@ -255,7 +300,7 @@ class Checkpoint:
             remedy = "copy hf_quant_config.json from the export, or restore its list of excluded modules"
             raise CheckpointError(file, problem, remedy)
         kinds = {storage.aliases.get(kind, kind) for kind in names.kinds}
-        activation_name, constants, swiglu = _activation(self._config, gated="w3" in projections)
+        activation_name, constants, swiglu = activation(self._config, "w3" in projections, _index(name))
         layer = MoELayer(
             name=name,
             index=_index(name),
@@ -268,6 +313,7 @@ class Checkpoint:
             swiglu=swiglu,
             dtype="bfloat16",
             quant_algo=algo,
+            label=label,
             group_size=group_size,
             projections=projections,
             stacked=names.stacked,
@@ -296,7 +342,9 @@ class Checkpoint:
                 shape = [] if kind in storage.scalars else [rows, columns // storage.elements[kind]]
                 if not layer.stacked:
                     for expert in range(layer.num_experts):
-                        self._expect(layer.tensor_name(expert, projection, kind), dtypes, shape)
+                        name = layer.tensor_name(expert, projection, kind)
+                        if kind != "input_scale" or name in self._files:
+                            self._expect(name, dtypes, shape)
                 elif projection != "w3":  # w1 and w3 share a tensor
                     name = layer.tensor_name(0, projection, kind)
                     if shape:
@@ -352,23 +400,3 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _index(name: str) -> int:
     return int(next(iter(re.findall(r"\.([0-9]{1,9})\.", f".{name}.")[-1:]), 0))
-
-
-def _activation(config: Section, gated: bool) -> tuple[str, bool, tuple[float, float, float] | None]:
-    """Return the activation's name, whether SwiGLU constants are set, and alpha, beta and limit if the host's are known.
-
-    The name is that of the host's ``ActivationType``, or ``hidden_act`` as it is if the host has none. Raise CheckpointError if
-    that is missing.
-    """
-    word = config.typed(str, "mlp_hidden_act", "hidden_act", "hidden_activation")
-    if word is None:
-        raise CheckpointError(config.path, "hidden_act is missing, so the experts' activation is unknown", "restore it")
-    model = str(config.get("model_type", ""))
-    alpha, limit = (config.typed(float, key) for key in ("swiglu_alpha", "swiglu_limit"))
-    if gated and (word == "swigluoai" or model.startswith(("minimax_m3", "gpt_oss"))):
-        # TensorRT-LLM: modeling_minimaxm3.py, modeling_gpt_oss.py (file id 65972516900). transformers writes "silu" for both.
-        return "SwigluBias", True, (1.702 if alpha is None else alpha, 1.0, 7.0 if limit is None else limit)
-    if gated and word == "silu" and model.startswith("deepseek_v4") and limit is not None:
-        # TensorRT-LLM, modeling_deepseekv4.py (file id 60455498896): the limit alone.
-        return "SwigluBias", True, (1.0, 0.0, limit)
-    return _ACTIVATIONS.get((gated, word), word), any(config.get(key) is not None for key in _CONSTANTS), None

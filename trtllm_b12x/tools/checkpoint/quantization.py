@@ -31,6 +31,8 @@ class Quantization:
     """Module to its algorithm and group size."""
     groups: tuple[compressed_tensors.Group, ...] = ()
     """Schemes of compressed-tensors; empty for other producers."""
+    experts: str | None = None
+    """Format of routed experts if it differs from the rest: ``mxfp4`` in FP8 models (MiMo-V2, Ling)."""
 
     @classmethod
     def from_files(cls, directory: Path, config: Section) -> Quantization:
@@ -56,7 +58,8 @@ class Quantization:
         entries = {name: layers.section(name) for name in layers}
         per_layer = {name: (entry.typed(str, "quant_algo"), entry.typed(int, "group_size")) for name, entry in entries.items()}
         algo = section.typed(str, "quant_algo") if not schemes else schemes[0].algo if len(schemes) == 1 else "MIXED_PRECISION"
-        return cls(section.path, algo, group_size, patterns, per_layer, schemes)
+        experts = section.typed(str, "store_dtype", "routed_experts_quant_method")
+        return cls(section.path, algo, group_size, patterns, per_layer, schemes, experts)
 
     def of_experts(self, layer: str, modules: Iterable[str]) -> tuple[str, int | None]:
         """Return algorithm (``none``: not quantized) and group size of a layer's experts, whose tensors ``modules`` hold."""

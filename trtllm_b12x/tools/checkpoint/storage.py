@@ -33,6 +33,10 @@ class StorageFormat:
     """``quant_method`` in config.json to the settings it stands for, as TensorRT-LLM reads it."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Other values of ``quant_algo`` for the format, to what TensorRT-LLM does with such a checkpoint on SM12x."""
+    weight_only: str = ""
+    """Format of the same tensors without ``input_scale``."""
+    mislabeled: str = ""
+    """What engines do with such tensors in U8 if the configuration names another format."""
 
     @property
     def scalars(self) -> frozenset[str]:
@@ -68,18 +72,39 @@ _FP4: dict[str, Any] = {
     "aliases": {"weight_packed": "weight", "weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"},
     "reciprocals": frozenset({"weight_global_scale", "input_global_scale"}),
 }
+UNCALIBRATED = (
+    "Kernels with 16-bit activations need none. TensorRT-LLM from 1.3 on takes the largest of the layer's other experts, as "
+    "verify does; 1.2 raises KeyError. vLLM reads uninitialized scales, so that its own kernels may compute NaN. "
+    "Calibrate with more text, or write the layer's largest scale"
+)
+"""What engines do with an expert that has no ``input_scale``: NVFP4FusedMoEMethod of TensorRT-LLM (quantization.py),
+ModelOptNvFp4FusedMoE of vLLM 0.33 (modelopt.py; issue 45212)."""
 _NO_MEMBER = "raises ValueError: its QuantAlgo has no such member"
 
 STORAGE = {
-    "NVFP4": StorageFormat(**_FP4, quant_methods={"nvfp4": {"quant_algo": "NVFP4", "ignore": ["*.mlp.gate", "lm_head"]}}),
+    "NVFP4": StorageFormat(
+        **_FP4,
+        quant_methods={"nvfp4": {"quant_algo": "NVFP4", "ignore": ["*.mlp.gate", "lm_head"]}},
+        weight_only="W4A16_NVFP4",
+    ),
     # nvidia-modelopt writes no input scale, nvidia/Qwen3.6-35B-A3B-NVFP4 has them.
-    "W4A16_NVFP4": StorageFormat(**_FP4, optional=frozenset({"input_scale"})),
+    "W4A16_NVFP4": StorageFormat(
+        **_FP4,
+        optional=frozenset({"input_scale"}),
+        # The same sources; in vLLM ModelOptNvFp4Config._from_config.
+        mislabeled="no expert has an input_scale. TensorRT-LLM 1.2 raises KeyError, newer ones quantize activations with a scale "
+        "of 1, which loses small values. vLLM 0.33 keeps 16-bit activations if every config group has input_activations null, "
+        "otherwise it reads uninitialized scales. Set quant_algo to W4A16_NVFP4",
+    ),
     "MXFP4": StorageFormat(
         {"weight": ("U8", "I8"), "weight_scale": ("U8", "F8_E8M0")},
         {"weight": 2, "weight_scale": _GROUP_SIZE["MXFP4"]},
         _mxfp4_fault,
-        # gpt-oss: blocks and scales. DeepSeek-V4: weight and scale. compressed-tensors: weight_packed.
-        aliases={"blocks": "weight", "weight_packed": "weight", "scales": "weight_scale", "scale": "weight_scale"},
+        # gpt-oss: blocks and scales. DeepSeek-V4: weight and scale. compressed-tensors: weight_packed. MiMo-V2: the last.
+        aliases={
+            **dict.fromkeys(("blocks", "weight_packed"), "weight"),
+            **dict.fromkeys(("scales", "scale", "weight_scale_inv"), "weight_scale"),
+        },
         quant_methods={"mxfp4": {"quant_algo": "W4A8_MXFP4_MXFP8"}},
         # nvidia-modelopt 0.47 and 0.48; model_config.py (file id 60599514144), fused_moe_cutlass.py (57675435166).
         labels={
@@ -87,6 +112,9 @@ STORAGE = {
             "MXFP4": _NO_MEMBER,
             "W4A16_MXFP4": "refuses it on SM120 and SM121: it has W4A16_MXFP4 kernels for SM90 alone",
         },
+        # fp8.py and bailing_moe_v3.py of vLLM 0.33.
+        mislabeled="TensorRT-LLM looks for packed experts in I8, these are in U8. vLLM 0.33 serves them if store_dtype names "
+        "mxfp4, in bailing_moe_v3 if routed_experts_quant_method does",
     ),
     "MXFP8": StorageFormat(
         {"weight": ("F8_E4M3",), "weight_scale": ("U8",)},
