@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -304,6 +305,26 @@ def test_a_load_and_a_move_keep_what_was_measured(clock: Clock) -> None:
     called(module)
     assert len(clock.asked) == 1
     assert isinstance(module.backend.schedule.policy, MeasuredPolicy)
+
+
+def test_forms_take_weights_that_have_moved(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceKernel, "forms", lambda self: {"": self, "other": copy.copy(self)})
+    clock.microseconds = lambda name, tokens: 1.0 if name == "b12x other" else 2.0
+    backend = measured().backend
+    weights = backend._kernel_weights()
+    backend.dispatch.bind(weights, 4)
+    serving = backend.schedule.at(3)
+    assert serving is backend.schedule.forms["b12x other"] is not backend.kernel
+    assert (serving.weights, serving.experts.first) == (weights, 4)
+
+
+def test_families_that_wait_take_weights_that_have_moved(clock: Clock, every_family: None) -> None:
+    backend = built().backend
+    weights = backend._kernel_weights()
+    backend.dispatch.bind(weights, 4)
+    backend.dispatch.plan_waiting()
+    kernels = backend.schedule.kernels
+    assert [(kernel.weights is weights, kernel.experts.first) for kernel in kernels] == [(True, 4)] * 3
 
 
 # ---- which source decides ------------------------------------------------------------------------------------------------
