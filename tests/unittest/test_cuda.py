@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_what_the_probe_changes() -> None:
     [
         (CudaKernel, replace(QWEN3_30B, intermediate_size=720)),
         (CudaKernel, replace(QWEN3_30B, hidden_size=2064)),
-        (CudaKernel, replace(QWEN3_30B, top_k=40)),
+        (CudaKernel, replace(QWEN3_30B, top_k=33)),
         (CudaKernel, replace(QWEN3_30B, layout=WeightLayout(fc1=BY_TURNS))),
         (CudaW4A16Kernel, replace(QWEN3_30B, intermediate_size=336, format="W4A16_NVFP4", layout=WeightLayout(ROWS))),
         (CudaMXFP4Kernel, replace(QWEN3_30B, format="MXFP4", dtype=torch.float16)),
@@ -112,6 +112,7 @@ def test_what_the_probe_changes() -> None:
 )
 def test_what_it_does_not_take(kind: type[CudaKernel], geometry: Geometry) -> None:
     kernel = kind(models("sm_120a", ["RTX 5090"])[0])
+    kernel.describe(replace(geometry, top_k=32) if geometry.top_k > 32 else QWEN3_30B, 8, torch.device("cuda"))
     with pytest.raises(ValueError, match="one launch"):
         kernel.describe(geometry, 8, torch.device("cuda"))
 
@@ -164,39 +165,33 @@ def test_an_error_of_the_compiler() -> None:
 
 GEOMETRY = Geometry(3, 2, 128, 128, "Swiglu")
 FIELDS = [name for name, _ in records._CALL]
-WORKSPACE = 4096, 2048
-"""Bytes of a workspace, and those that begin as zeros or ones."""
+CONSTANTS = {b"threads": 96, b"shared_bytes": 5000, b"workspace_bytes": 4096, b"filled_bytes": 2048}
 FILLED = bytes(1024) + b"\xff" * 1024
+"""A workspace's first bytes."""
 
 
 class Driver:
     """Stands in for libcuda.
 
     ``launched`` gets the threads of a block, the stream, and a dict of each launch: the fields of ``Layer`` and ``Call``, the
-    number of blocks and the calling thread. ``filled`` gets the first bytes of each workspace.
+    number of blocks and the calling thread. ``filled`` gets the first bytes of its workspace.
     """
 
     code = 0
     capture = 0
-    constants: ClassVar[dict[bytes, int]] = {
-        b"threads": 96,
-        b"shared_bytes": 5000,
-        b"workspace_bytes": WORKSPACE[0],
-        b"filled_bytes": WORKSPACE[1],
-    }
+    shared_bytes = 0
+    """Dynamic shared memory that a function may use."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, int, dict[str, int]]] = []
         self.filled: list[bytes] = []
-        self.shared_bytes: list[int] = []
-        """Dynamic shared memory that functions may use."""
         self.while_launching: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *arguments: 0
 
     def cuModuleGetGlobal_v2(self, at: Any, size: Any, module: Any, name: bytes) -> int:  # noqa: N802
-        at._obj.value = self.constants[name]
+        at._obj.value = CONSTANTS[name]
         return 0
 
     def cuMemcpyDtoH_v2(self, value: Any, at: Any, size: Any) -> int:  # noqa: N802
@@ -204,7 +199,7 @@ class Driver:
         return 0
 
     def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:  # noqa: N802
-        self.shared_bytes.append(value)
+        self.shared_bytes = value
         return 0
 
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:  # noqa: N802
@@ -212,8 +207,9 @@ class Driver:
         layer, config = records.Layer.from_address(pointers._obj[0]), config._obj
         record = {name: getattr(layer, name) for name, _ in records.Layer._fields_}
         record |= zip(FIELDS, records.CALL.unpack(ctypes.string_at(pointers._obj[1], records.CALL.size)), strict=True)
-        self.filled.append(ctypes.string_at(record["workspace"], WORKSPACE[1]))
-        assert (config.shared_bytes, config.count, config.attributes[0].value) == (5000, 1, 1)  # launches overlap
+        self.filled.append(ctypes.string_at(record["workspace"], len(FILLED)))
+        assert (config.shared_bytes, self.shared_bytes) == (5000, 5000)
+        assert (config.count, config.attributes[0].value) == (1, 1)  # launches overlap
         self.launched.append((config.block_x, config.stream, record | {"blocks": config.grid_x, "thread": threading.get_ident()}))
         return self.code
 
@@ -247,7 +243,7 @@ def bound(
     functions = {tokens: driver.Function(b"", "layer") for tokens in variant.TOKENS}
     for tokens, function in functions.items():
         function.threads = tokens
-    kernel._plan = LaunchPlan(functions, dict.fromkeys(variant.TOKENS, WORKSPACE), tested=True)
+    kernel._plan = LaunchPlan(functions, dict.fromkeys(variant.TOKENS, (4096, 2048)), tested=True)
     kernel.bind(random_layer(geometry, ratio=True).kernel_weights(one_for_all), first)
     return kernel
 
@@ -274,10 +270,6 @@ def test_records(cuda: Driver, kernel: CudaKernel, tokens: int, ids_type: torch.
     assert [record["x"] for record in (first, second, third)] == [x.data_ptr(), x.data_ptr(), codes.data_ptr()]
     assert [(record["x_sf"], record["swizzled"]) for record in (first, third)] == [(0, 0), (scales.data_ptr(), 1)]
     assert cuda.filled == [FILLED] * 3
-    assert set(cuda.shared_bytes) == {5000}
-
-
-ROWS_BY_TURNS = WeightLayout(ROWS, BY_TURNS)
 
 
 @pytest.mark.parametrize("one_for_all", [True, False])
@@ -286,8 +278,10 @@ ROWS_BY_TURNS = WeightLayout(ROWS, BY_TURNS)
     [
         GEOMETRY,
         Geometry(3, 2, 128, 128, "Relu2", torch.float16, bias=torch.float32),
-        Geometry(3, 2, 128, 128, "SwigluBias", bias=torch.bfloat16, layout=ROWS_BY_TURNS, format="W4A16_NVFP4"),
-        Geometry(3, 2, 128, 128, "SwigluBias", bias=torch.bfloat16, layout=ROWS_BY_TURNS, format="MXFP4"),
+        *(
+            Geometry(3, 2, 128, 128, "SwigluBias", bias=torch.bfloat16, layout=WeightLayout(ROWS, BY_TURNS), format=name)
+            for name in ("W4A16_NVFP4", "MXFP4")
+        ),
     ],
     ids=str,
 )
@@ -297,26 +291,22 @@ def test_records_of_layers(cuda: Driver, geometry: Geometry, one_for_all: bool) 
     call = MoECall(*random_call(geometry, 2, dtype=geometry.dtype))
     kernel.run(call)
     if kernel.features.quantized_input:
-        codes = torch.zeros(2, 64, dtype=torch.uint8)
-        kernel.run(call._replace(x=codes, x_sf=torch.zeros(16, dtype=torch.uint8)))
+        kernel.run(call._replace(x=torch.zeros(2, 64).byte(), x_sf=torch.zeros(16).byte()))
     weights, extra = kernel.weights, kernel.weights.epilogue
-    inputs, halves = getattr(weights, "input_scales", None), getattr(weights, "fc1_half_alphas", None)
+    inputs = getattr(weights, "input_scales", None)
     expected = {name: getattr(extra, name) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")}
     expected |= {"w1": weights.fc1_weight, "s1": weights.fc1_weight_sf, "w2": weights.fc2_weight, "s2": weights.fc2_weight_sf}
     expected |= {"bias1": extra.fc1_bias, "bias2": extra.fc2_bias, "stuck": kernel._plan.stuck}
     if inputs is not None:
         expected |= {"alpha1": weights.fc1_alpha, "alpha2": weights.fc2_alpha, "input2": inputs.fc2_input_scale}
+        expected |= {"halves1": weights.fc1_half_alphas}
     for quantized, (_, _, record) in enumerate(cuda.launched):
         input1 = None if quantized or inputs is None else inputs.fc31_input_scale
         for name, tensor in (expected | {"input1": input1}).items():
             if tensor is not None:
                 assert record[name] == tensor.data_ptr(), name
-            else:
-                assert ctypes.c_float.from_address(record[name]).value == 1, name
-        if halves is not None:
-            assert record["halves1"] == halves.data_ptr()
-        elif inputs is not None:
-            assert not any((ctypes.c_float * 6).from_address(record["halves1"]))  # no alpha equals a zero
+            else:  # no alpha equals a zero
+                assert ctypes.c_float.from_address(record[name]).value == (name != "halves1"), name
         steps = int(input1 is not None and not one_for_all), int(inputs is not None)
         assert (record["step1"], record["step2"], record["first"], record["blocks"]) == (*steps, 5, 132)
 
@@ -336,6 +326,14 @@ def test_which_launch_serves(cuda: Driver, capacity: int) -> None:
             assert (cuda.launched[-1][0], cuda.launched[-1][2]["blocks"]) == (size, variant.MOST_BLOCKS)
     with pytest.raises(ValueError, match=f"no kernel is planned for {most + 1} tokens, only for 1 to {most}$"):
         kernel.run(MoECall(*random_call(GEOMETRY, most + 1)))
+
+
+@pytest.mark.parametrize("name", ["fc1_weight", "fc2_weight", "fc1_weight_sf", "fc2_weight_sf"])
+def test_unaligned_weights_are_refused(kernel: CudaKernel, name: str) -> None:
+    tensor = kernel.weights.tensors()[name]
+    memory = torch.empty(tensor.nbytes + 8, dtype=torch.uint8)[8:].view(tensor.dtype)
+    with pytest.raises(ValueError, match=f"{name} is not contiguous, or not at a multiple of 16 bytes"):
+        kernel.bind(replace(kernel.weights, **{name: memory.as_strided(tensor.shape, tensor.stride(), memory.storage_offset())}))
 
 
 def test_threads(cuda: Driver, kernel: CudaKernel) -> None:
@@ -474,7 +472,7 @@ def test_a_plan_asks_the_tensor_cores(
         kernel = CudaKernel(Card(132, 228 << 10, 90))
         kernel.plan(geometry, variant.TOKENS[-1], torch.device("cpu"))
         plan: LaunchPlan = kernel._plan
-        assert plan.workspace_bytes == dict.fromkeys((1, 2, 4, 64), WORKSPACE)
+        assert plan.workspace_bytes == dict.fromkeys((1, 2, 4, 64), (4096, 2048))
         assert {(function.threads, function.shared_bytes) for function in plan.functions.values()} == {(96, 5000)}
         return set(tmp_path.rglob("*.cubin"))
 

@@ -135,7 +135,6 @@ def test_a_load_runs_two_experts_once() -> None:
 
 
 def test_a_host_that_is_wrong_once_it_is_tuned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """On a rank whose first expert is not 0."""
     module = called(mapping={"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "rank": 1})
     assert not said(caplog, logging.WARNING)
     assert any("within" in text for text in status().host_paths.values())

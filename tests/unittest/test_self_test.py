@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -276,16 +275,13 @@ def test_larger_sums_of_atomics_are_allowed_what_they_cost() -> None:
 class Planned(PlannedKernel):
     """A kernel that shares a plan. ``error`` is that of its test; None: its weights say nothing."""
 
-    features = ReferenceKernel.features
+    features, geometry, device = ReferenceKernel.features, Geometry(4, 2, 128, 128, "Swiglu"), torch.device("cpu")
+    plan: Any = None
+    bind: Any = None
     tests = 0
-    error: float | None = 0.0
 
-    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
-        self.geometry, self.capacity, self.device = geometry, capacity, device
-        self._share((geometry,), Plan)
-
-    def bind(self, weights: Any, first_expert: int = 0) -> None:
-        pass
+    def __init__(self, error: float | None) -> None:
+        self.error = error
 
     def _test(self) -> list[SelfTestResult] | None:
         self.tests += 1
@@ -293,19 +289,15 @@ class Planned(PlannedKernel):
 
 
 def test_plans_are_tested_once_and_shared_unless_they_fail() -> None:
-    kernels = [Planned() for _ in range(4)]
-    plan = functools.partial(Planned.plan, geometry=Geometry(4, 2, 128, 128, "Swiglu"), capacity=8, device=torch.device("cpu"))
-    wrong, nothing, right, last = kernels
-    wrong.error, nothing.error = 1.0, None
-    plan(wrong)
+    wrong, nothing, right, last = kernels = [Planned(error) for error in (1.0, None, 0.0, 0.0)]
+    wrong._share(("key",), Plan)
     with pytest.raises(PlanError, match="error 1 beyond"):
         wrong.self_test()
     for kernel, testing in ((nothing, (False, True)), (right, (True, False)), (last, (True, False))):
-        plan(kernel)
+        kernel._share(("key",), Plan)
         kernel.self_test()
         assert kernel._plan is nothing._plan is not wrong._plan
         assert (kernel._plan.tested, kernel._plan.untestable) == testing
-        assert bool(kernel._pending()) is not kernel.settled
     assert [kernel.tests for kernel in kernels] == [1, 1, 1, 0]
 
 

@@ -184,15 +184,10 @@ def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytes
     assert "no kernel family runs on this card" in run(*SIZES, status=2).output
 
 
-@pytest.mark.parametrize(
-    ("layer", "cache", "free", "layers"),
-    [(64, 64, 1 << 20, 8), (1, 64, 1 << 20, 16), (1024, 64, 1 << 20, 6), (1024, 64, 4096, 3), (1024, 64, 512, 1)],
-)
-def test_layers_outgrow_the_cache_and_leave_half_of_the_memory(
-    layer: int, cache: int, free: int, layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sizes in MiB."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=cache << 20))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 20, 1 << 50))
-    backend = SimpleNamespace(parameters=lambda: [torch.empty(layer << 20, dtype=torch.uint8, device="meta")])
-    assert build_layer._enough(backend, torch.device("cuda")) == layers
+def test_layers_outgrow_the_cache_and_leave_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes in MiB, with 64 of cache: of a layer, of free memory; the number of layers."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64 << 20))
+    for layer, free, layers in ((64, 1 << 20, 8), (1, 1 << 20, 16), (1024, 1 << 20, 6), (1024, 4096, 3), (1024, 512, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free << 20, 1 << 50))
+        backend = SimpleNamespace(parameters=lambda size=layer << 20: [torch.empty(size, dtype=torch.uint8, device="meta")])
+        assert build_layer._enough(backend, torch.device("cuda")) == layers
