@@ -384,6 +384,7 @@ def test_what_cannot_be_measured_leaves_the_default(clock: Clock, caplog: pytest
     modules = [built(), built()]
     for module in modules * 2:
         called(module)
+        assert not module.backend.dispatch.should_measure()
     assert len(clock.asked) == 1
     assert served(modules[0], 1, 63, 64) == [B12X, B12X, NONE]
     assert caplog.text.count("cannot be measured: OutOfMemoryError: CUDA out of memory") == 1

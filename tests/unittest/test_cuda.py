@@ -328,14 +328,6 @@ def test_which_launch_serves(cuda: Driver, capacity: int) -> None:
         kernel.run(MoECall(*random_call(GEOMETRY, most + 1)))
 
 
-@pytest.mark.parametrize("name", ["fc1_weight", "fc2_weight", "fc1_weight_sf", "fc2_weight_sf"])
-def test_unaligned_weights_are_refused(kernel: CudaKernel, name: str) -> None:
-    tensor = kernel.weights.tensors()[name]
-    memory = torch.empty(tensor.nbytes + 8, dtype=torch.uint8)[8:].view(tensor.dtype)
-    with pytest.raises(ValueError, match=f"{name} is not contiguous, or not at a multiple of 16 bytes"):
-        kernel.bind(replace(kernel.weights, **{name: memory.as_strided(tensor.shape, tensor.stride(), memory.storage_offset())}))
-
-
 def test_threads(cuda: Driver, kernel: CudaKernel) -> None:
     """Another thread begins a launch before the driver has read this one's."""
     cuda.while_launching = lambda: time.sleep(1e-6)
