@@ -19,6 +19,7 @@ from tests.nvfp4_layer import random_layer
 from trtllm_b12x import status
 from trtllm_b12x.core import settings
 from trtllm_b12x.dispatch import crossover
+from trtllm_b12x.dispatch.host_check import HostPath, judge
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.trtllm.embedded import ops
 from trtllm_b12x.kernels import Geometry
@@ -218,6 +219,17 @@ def test_a_right_host_is_never_blamed(draws: int) -> None:
         results = judge_host_path(kernel.geometry, kernel.weights, 0, functools.partial(backend.run_as_the_host, like))
         assert results
         assert all(result.passed for result in results), (seed, list(map(str, results)))
+
+
+def test_weights_that_the_engine_has_changed() -> None:
+    geometry, kernels = Geometry(8, 2, 128, 128, "Swiglu"), [CUTLASS["NVFP4"]() for _ in range(2)]
+    for seed, kernel in enumerate(kernels):
+        kernel.plan(geometry, 64, torch.device("cpu"))
+        kernel.bind(random_layer(geometry, "cpu", seed).kernel_weights())
+    ours, theirs = kernels
+    for stage, weights in enumerate((theirs.weights, None)):
+        path = HostPath(theirs.run, "vLLM", "0", "a layer", weights)
+        assert judge(ours, 0, path, stage, "").wrong is (weights is None)
 
 
 class Elsewhere(QuantizedReferenceKernel):
