@@ -298,7 +298,10 @@ def test_a_layer_whose_kernels_are_not_tested_yet_waits(clock: Clock, monkeypatc
     assert len(clock.asked) == 1
 
 
-def test_a_load_and_a_move_keep_what_was_measured(clock: Clock) -> None:
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_load_and_a_move_keep_what_was_measured(clock: Clock, tuned: bool) -> None:
+    if tuned:
+        crossover.tuning()
     module = measured()
     layers.load(module, random_experts(4, 128, 192, seed=3))
     module.to("cpu")
