@@ -243,6 +243,16 @@ def test_stacked_experts(form: str, rows_first: bool, size: int, tmp_path: Path,
     assert report.bits_exact
 
 
+def test_stacked_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """Rows of gate and up by turns, gate first."""
+    parts = write_stacked(tmp_path, 4, 128, 96)
+    edit_json(tmp_path / "config.json", model_type="gpt_oss", swiglu_limit=7.0)
+    checkpoint = Checkpoint(tmp_path)
+    weights = checkpoint.weights(checkpoint.layers[0])
+    for first, name in enumerate(("w1", "w3")):
+        assert torch.equal(weights[f"3.{name}.weight"].view(torch.uint8), parts["3.gate_up_proj"][first::2])
+
+
 @pytest.mark.parametrize("name", ["gate_up_proj", "gate_up_proj_weight_scale", "down_proj_weight_scale"])
 def test_stacked_experts_of_the_wrong_shape(tmp_path: Path, name: str) -> None:
     write_stacked(tmp_path, 4, 128, 96)

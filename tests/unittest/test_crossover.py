@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -297,13 +298,36 @@ def test_a_layer_whose_kernels_are_not_tested_yet_waits(clock: Clock, monkeypatc
     assert len(clock.asked) == 1
 
 
-def test_a_load_and_a_move_keep_what_was_measured(clock: Clock) -> None:
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_load_and_a_move_keep_what_was_measured(clock: Clock, tuned: bool) -> None:
+    if tuned:
+        crossover.tuning()
     module = measured()
     layers.load(module, random_experts(4, 128, 192, seed=3))
     module.to("cpu")
     called(module)
     assert len(clock.asked) == 1
     assert isinstance(module.backend.schedule.policy, MeasuredPolicy)
+
+
+def test_forms_take_weights_that_have_moved(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceKernel, "forms", lambda self: {"": self, "other": copy.copy(self)})
+    clock.microseconds = lambda name, tokens: 1.0 if name == "b12x other" else 2.0
+    backend = measured().backend
+    weights = backend._kernel_weights()
+    backend.dispatch.bind(weights, 4)
+    serving = backend.schedule.at(3)
+    assert serving is backend.schedule.forms["b12x other"] is not backend.kernel
+    assert (serving.weights, serving.experts.first) == (weights, 4)
+
+
+def test_families_that_wait_take_weights_that_have_moved(clock: Clock, every_family: None) -> None:
+    backend = built().backend
+    weights = backend._kernel_weights()
+    backend.dispatch.bind(weights, 4)
+    backend.dispatch.plan_waiting()
+    kernels = backend.schedule.kernels
+    assert [(kernel.weights is weights, kernel.experts.first) for kernel in kernels] == [(True, 4)] * 3
 
 
 # ---- which source decides ------------------------------------------------------------------------------------------------
@@ -363,6 +387,7 @@ def test_what_cannot_be_measured_leaves_the_default(clock: Clock, caplog: pytest
     modules = [built(), built()]
     for module in modules * 2:
         called(module)
+        assert not module.backend.dispatch.should_measure()
     assert len(clock.asked) == 1
     assert served(modules[0], 1, 63, 64) == [B12X, B12X, NONE]
     assert caplog.text.count("cannot be measured: OutOfMemoryError: CUDA out of memory") == 1

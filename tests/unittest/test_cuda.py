@@ -22,6 +22,7 @@ from tests.nvfp4_layer import random_call, random_layer
 from trtllm_b12x.formats import BY_TURNS, FORMATS, GATE_UP, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry, MoECall, PlanError, prove_child, warmup
 from trtllm_b12x.kernels.cards import Card, models
+from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.kernels.cuda import decode, driver, nvrtc, records, variant
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel, LaunchPlan
 from trtllm_b12x.kernels.cuda.probe import PROBE, takes_subnormals
@@ -102,7 +103,7 @@ def test_what_the_probe_changes() -> None:
     [
         (CudaKernel, replace(QWEN3_30B, intermediate_size=720)),
         (CudaKernel, replace(QWEN3_30B, hidden_size=2064)),
-        (CudaKernel, replace(QWEN3_30B, top_k=40)),
+        (CudaKernel, replace(QWEN3_30B, top_k=33)),
         (CudaKernel, replace(QWEN3_30B, layout=WeightLayout(fc1=BY_TURNS))),
         (CudaW4A16Kernel, replace(QWEN3_30B, intermediate_size=336, format="W4A16_NVFP4", layout=WeightLayout(ROWS))),
         (CudaMXFP4Kernel, replace(QWEN3_30B, format="MXFP4", dtype=torch.float16)),
@@ -111,6 +112,7 @@ def test_what_the_probe_changes() -> None:
 )
 def test_what_it_does_not_take(kind: type[CudaKernel], geometry: Geometry) -> None:
     kernel = kind(models("sm_120a", ["RTX 5090"])[0])
+    kernel.describe(replace(geometry, top_k=32) if geometry.top_k > 32 else QWEN3_30B, 8, torch.device("cuda"))
     with pytest.raises(ValueError, match="one launch"):
         kernel.describe(geometry, 8, torch.device("cuda"))
 
@@ -163,25 +165,52 @@ def test_an_error_of_the_compiler() -> None:
 
 GEOMETRY = Geometry(3, 2, 128, 128, "Swiglu")
 FIELDS = [name for name, _ in records._CALL]
+CONSTANTS = {b"threads": 96, b"shared_bytes": 5000, b"workspace_bytes": 4096, b"filled_bytes": 2048}
+FILLED = bytes(1024) + b"\xff" * 1024
+"""A workspace's first bytes."""
 
 
 class Driver:
-    """Stands in for libcuda: ``launched`` gets the threads of a block, the stream and the record of each launch."""
+    """Stands in for libcuda.
+
+    ``launched`` gets the threads of a block, the stream, and a dict of each launch: the fields of ``Layer`` and ``Call``, the
+    number of blocks and the calling thread. ``filled`` gets the first bytes of its workspace.
+    """
 
     code = 0
     capture = 0
+    shared_bytes = 0
+    """Dynamic shared memory that a function may use."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, int, dict[str, int]]] = []
+        self.filled: list[bytes] = []
         self.while_launching: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *arguments: 0
 
+    def cuModuleGetGlobal_v2(self, at: Any, size: Any, module: Any, name: bytes) -> int:  # noqa: N802
+        at._obj.value = CONSTANTS[name]
+        return 0
+
+    def cuMemcpyDtoH_v2(self, value: Any, at: Any, size: Any) -> int:  # noqa: N802
+        value._obj.value = at.value
+        return 0
+
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:  # noqa: N802
+        self.shared_bytes = value
+        return 0
+
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:  # noqa: N802
         self.while_launching()
-        record = dict(zip(FIELDS, records.CALL.unpack(ctypes.string_at(pointers._obj[1], records.CALL.size)), strict=True))
-        self.launched.append((config._obj.block_x, config._obj.stream, {**record, "thread": threading.get_ident()}))
+        layer, config = records.Layer.from_address(pointers._obj[0]), config._obj
+        record = {name: getattr(layer, name) for name, _ in records.Layer._fields_}
+        record |= zip(FIELDS, records.CALL.unpack(ctypes.string_at(pointers._obj[1], records.CALL.size)), strict=True)
+        self.filled.append(ctypes.string_at(record["workspace"], len(FILLED)))
+        assert (config.shared_bytes, self.shared_bytes) == (5000, 5000)
+        assert (config.count, config.attributes[0].value) == (1, 1)  # launches overlap
+        self.launched.append((config.block_x, config.stream, record | {"blocks": config.grid_x, "thread": threading.get_ident()}))
         return self.code
 
     def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, *rest: None) -> int:  # noqa: N802
@@ -203,16 +232,19 @@ def kernel(cuda: Driver) -> CudaKernel:
     return bound()
 
 
-def bound() -> CudaKernel:
+def bound(
+    geometry: Geometry = GEOMETRY, capacity: int = variant.TOKENS[-1], first: int = 0, blocks: int = 132, one_for_all: bool = True
+) -> CudaKernel:
     """Return a kernel on the stand-in, with variants that have as many threads as tokens."""
-    kernel = CudaKernel(Card(132, 228 << 10, 90))
-    kernel.describe(GEOMETRY, variant.TOKENS[-1], torch.device("cuda"))
+    kind: Any = KERNELS["cuda", geometry.format][0]
+    kernel: CudaKernel = kind(Card(blocks, 228 << 10, 90))
+    kernel.describe(geometry, capacity, torch.device("cuda"))
     kernel.device = torch.device("cpu")
     functions = {tokens: driver.Function(b"", "layer") for tokens in variant.TOKENS}
     for tokens, function in functions.items():
         function.threads = tokens
-    kernel._plan = LaunchPlan(functions, dict.fromkeys(variant.TOKENS, (4096, 2048)))
-    kernel.bind(random_layer(GEOMETRY).kernel_weights())
+    kernel._plan = LaunchPlan(functions, dict.fromkeys(variant.TOKENS, (4096, 2048)), tested=True)
+    kernel.bind(random_layer(geometry, ratio=True).kernel_weights(one_for_all), first)
     return kernel
 
 
@@ -237,6 +269,63 @@ def test_records(cuda: Driver, kernel: CudaKernel, tokens: int, ids_type: torch.
     assert second["out"] == out.data_ptr() != first["out"]
     assert [record["x"] for record in (first, second, third)] == [x.data_ptr(), x.data_ptr(), codes.data_ptr()]
     assert [(record["x_sf"], record["swizzled"]) for record in (first, third)] == [(0, 0), (scales.data_ptr(), 1)]
+    assert cuda.filled == [FILLED] * 3
+
+
+@pytest.mark.parametrize("one_for_all", [True, False])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        GEOMETRY,
+        Geometry(3, 2, 128, 128, "Relu2", torch.float16, bias=torch.float32),
+        *(
+            Geometry(3, 2, 128, 128, "SwigluBias", bias=torch.bfloat16, layout=WeightLayout(ROWS, BY_TURNS), format=name)
+            for name in ("W4A16_NVFP4", "MXFP4")
+        ),
+    ],
+    ids=str,
+)
+def test_records_of_layers(cuda: Driver, geometry: Geometry, one_for_all: bool) -> None:
+    """Each pointer is that of the weights, or of a one. A call with quantized input has its own FC1 input scale, one."""
+    kernel = bound(geometry, first=5, one_for_all=one_for_all)
+    call = MoECall(*random_call(geometry, 2, dtype=geometry.dtype))
+    kernel.run(call)
+    if kernel.features.quantized_input:
+        kernel.run(call._replace(x=torch.zeros(2, 64).byte(), x_sf=torch.zeros(16).byte()))
+    weights, extra = kernel.weights, kernel.weights.epilogue
+    inputs = getattr(weights, "input_scales", None)
+    expected = {name: getattr(extra, name) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")}
+    expected |= {"w1": weights.fc1_weight, "s1": weights.fc1_weight_sf, "w2": weights.fc2_weight, "s2": weights.fc2_weight_sf}
+    expected |= {"bias1": extra.fc1_bias, "bias2": extra.fc2_bias, "stuck": kernel._plan.stuck}
+    if inputs is not None:
+        expected |= {"alpha1": weights.fc1_alpha, "alpha2": weights.fc2_alpha, "input2": inputs.fc2_input_scale}
+        expected |= {"halves1": weights.fc1_half_alphas}
+    for quantized, (_, _, record) in enumerate(cuda.launched):
+        input1 = None if quantized or inputs is None else inputs.fc31_input_scale
+        for name, tensor in (expected | {"input1": input1}).items():
+            if tensor is not None:
+                assert record[name] == tensor.data_ptr(), name
+            else:  # no alpha equals a zero
+                assert ctypes.c_float.from_address(record[name]).value == (name != "halves1"), name
+        steps = int(input1 is not None and not one_for_all), int(inputs is not None)
+        assert (record["step1"], record["step2"], record["first"], record["blocks"]) == (*steps, 5, 132)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 100])
+def test_which_launch_serves(cuda: Driver, capacity: int) -> None:
+    """Both forms, at every count. A block has room for ``MOST_BLOCKS``."""
+    kernel, most = bound(capacity=capacity, blocks=300), min(capacity, 64)
+    forms = kernel.forms()
+    served = {name: [tokens for tokens in range(70) if form.serves(tokens)] for name, form in forms.items()}
+    gathering = {"gathering": list(range(2, min(capacity, 8) + 1))} if capacity > 1 else {}
+    assert served == {"": list(range(1, most + 1))} | gathering
+    for name, counts in served.items():
+        for tokens in counts:
+            forms[name].run(MoECall(*random_call(GEOMETRY, tokens)))
+            size = 64 if name else min(size for size in variant.TOKENS if size >= tokens)
+            assert (cuda.launched[-1][0], cuda.launched[-1][2]["blocks"]) == (size, variant.MOST_BLOCKS)
+    with pytest.raises(ValueError, match=f"no kernel is planned for {most + 1} tokens, only for 1 to {most}$"):
+        kernel.run(MoECall(*random_call(GEOMETRY, most + 1)))
 
 
 def test_threads(cuda: Driver, kernel: CudaKernel) -> None:
@@ -262,7 +351,7 @@ def test_threads(cuda: Driver, kernel: CudaKernel) -> None:
         assert [record[name] for name in FIELDS[:4]] == [x.data_ptr(), 0, ids.data_ptr(), router_weights.data_ptr()]
 
 
-def test_a_graph_has_a_workspace_of_its_own(cuda: Driver, kernel: CudaKernel) -> None:
+def test_a_graph_has_a_workspace_of_its_own(cuda: Driver, kernel: CudaKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     call = MoECall(*random_call(GEOMETRY, 1))
     for capture in (0, 7, 7, 8, 0):
         cuda.capture = capture
@@ -271,6 +360,11 @@ def test_a_graph_has_a_workspace_of_its_own(cuda: Driver, kernel: CudaKernel) ->
     assert outside == last != first == again
     assert second != outside
     assert [capture for _, capture, _ in kernel._plan.workspaces] == [0, 8]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1)
+    cuda.capture = 9
+    kernel.run(call)
+    assert [capture for _, capture, _ in kernel._plan.workspaces] == [0, 8, 9]  # those of another stream stay
+    assert set(cuda.filled) == {FILLED}
 
 
 def test_other_workspaces_lie_outside_the_pool_of_a_load(cuda: Driver, kernel: CudaKernel) -> None:
@@ -287,8 +381,7 @@ def test_other_workspaces_lie_outside_the_pool_of_a_load(cuda: Driver, kernel: C
     kernel.run(call)
     (memory,) = (memory for (_, capture, _), (_, memory) in kernel._plan.workspaces.items() if not capture)
     assert cuda.launched[-1][2]["workspace"] == cuda.launched[0][2]["workspace"] == memory.data_ptr()
-    assert not memory[:1024].any()
-    assert bool((memory[1024:2048] == 255).all())
+    assert cuda.filled[-1] == FILLED
 
 
 def test_a_plan_keeps_no_weights(cuda: Driver) -> None:
@@ -313,11 +406,6 @@ def test_errors_after_a_call_that_was_right(cuda: Driver, kernel: CudaKernel) ->
     cuda.code = 1
     with pytest.raises(driver.DriverError, match="cuLaunchKernelEx: 1"):
         kernel.run(call)
-    cuda.code = 0
-    strided = torch.zeros(2, 256, dtype=torch.bfloat16)[:, ::2].copy_(call.x)
-    kernel.run(call._replace(x=strided, out=(given := torch.zeros(2, 256, dtype=torch.bfloat16)[:, ::2])))
-    assert cuda.launched[-1][2]["x"] != strided.data_ptr()
-    assert cuda.launched[-1][2]["out"] != given.data_ptr()
 
 
 def test_the_count_of_a_stopped_launch_is_in_host_memory() -> None:
@@ -369,12 +457,15 @@ def test_a_plan_asks_the_tensor_cores(
     probed: ProbedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once a process. The variant of one token is compiled for what they take; with TRTLLM_B12X_FREEZE it must be there."""
-    geometry, target = Geometry(17, 17, 128, 128, "Relu2"), "sm_90a"  # variants for 1 and 64 tokens
+    geometry, target = Geometry(17, 17, 128, 128, "Relu2"), "sm_90a"
     caplog.set_level("INFO")
 
     def plan(geometry: Geometry = geometry) -> set[Path]:
         kernel = CudaKernel(Card(132, 228 << 10, 90))
         kernel.plan(geometry, variant.TOKENS[-1], torch.device("cpu"))
+        plan: LaunchPlan = kernel._plan
+        assert plan.workspace_bytes == dict.fromkeys((1, 2, 4, 64), (4096, 2048))
+        assert {(function.threads, function.shared_bytes) for function in plan.functions.values()} == {(96, 5000)}
         return set(tmp_path.rglob("*.cubin"))
 
     def files(*subnormals: bool) -> set[Path]:

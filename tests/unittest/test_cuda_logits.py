@@ -228,8 +228,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="router_logits is given, but"):
         planned(replace(geometry, scoring=None)).run(call)
     card, cuda = models("sm_120a", ["RTX 5090"])[0], torch.device("cuda")
-    with pytest.raises(ValueError, match="at most 512 experts, not 1024"):
-        CudaKernel(card).describe(replace(geometry, num_experts=256, ranks=4), 8, cuda)
+    with pytest.raises(ValueError, match="at most 512 experts, not 513"):
+        CudaKernel(card).describe(replace(geometry, num_experts=513, ranks=1), 8, cuda)
     with pytest.raises(ValueError, match="no bias with softmax"):
         CudaKernel(card).describe(replace(geometry, scoring=Scoring(bias=True)), 8, cuda)
     with pytest.raises(ValueError, match="router_logits is missing"):

@@ -18,6 +18,8 @@ from tests.layers import host
 from tests.nvfp4_layer import random_layer
 from trtllm_b12x import status
 from trtllm_b12x.core import settings
+from trtllm_b12x.dispatch import crossover
+from trtllm_b12x.dispatch.host_check import HostPath, judge
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.engines.trtllm.embedded import ops
 from trtllm_b12x.kernels import Geometry
@@ -113,9 +115,6 @@ def test_a_wrong_host_is_found_named_and_replaced(
         assert backend.schedule.hostless
         assert layers.errors(module, *call, module(*call), TENSORS)[1] < 0.005
     assert all("beyond" in text for text in status().host_paths.values())
-    dispatch = modules[0].backend.dispatch
-    dispatch.bind(modules[0].backend._kernel_weights(), 0)  # as when weights move
-    assert dispatch.schedule.at(64) is not None
 
 
 @pytest.mark.parametrize("ratio", [1.0, 3.0])
@@ -134,6 +133,19 @@ def test_a_load_runs_two_experts_once() -> None:
     with mock.patch.object(ReferenceKernel, "each_expert", autospec=True, side_effect=ReferenceKernel.each_expert) as ran:
         called(), called()
     assert [len(call.args[1]) for call in ran.call_args_list] == [2, E]
+
+
+def test_a_host_that_is_wrong_once_it_is_tuned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    module = called(mapping={"world_size": 2, "tp_size": 2, "moe_ep_size": 2, "rank": 1})
+    assert not said(caplog, logging.WARNING)
+    assert any("within" in text for text in status().host_paths.values())
+    right = ops.fused_moe
+    monkeypatch.setattr(ops, "fused_moe", lambda *arguments, **named: 2 * right(*arguments, **named))
+    crossover.tuning()
+    module(*layers.inputs(module, 3, TENSORS))
+    (line,) = said(caplog, logging.WARNING)
+    assert "wrongly on cpu" in line
+    assert module.backend.schedule.at(64) is not None
 
 
 def test_a_setting_is_obeyed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,6 +219,17 @@ def test_a_right_host_is_never_blamed(draws: int) -> None:
         results = judge_host_path(kernel.geometry, kernel.weights, 0, functools.partial(backend.run_as_the_host, like))
         assert results
         assert all(result.passed for result in results), (seed, list(map(str, results)))
+
+
+def test_weights_that_the_engine_has_changed() -> None:
+    geometry, kernels = Geometry(8, 2, 128, 128, "Swiglu"), [CUTLASS["NVFP4"]() for _ in range(2)]
+    for seed, kernel in enumerate(kernels):
+        kernel.plan(geometry, 64, torch.device("cpu"))
+        kernel.bind(random_layer(geometry, "cpu", seed).kernel_weights())
+    ours, theirs = kernels
+    for stage, weights in enumerate((theirs.weights, None)):
+        path = HostPath(theirs.run, "vLLM", "0", "a layer", weights)
+        assert judge(ours, 0, path, stage, "").wrong is (weights is None)
 
 
 class Elsewhere(QuantizedReferenceKernel):

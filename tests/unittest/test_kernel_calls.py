@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 
 from tests import forks, mxfp8
 from tests.nvfp4_layer import random_call, random_layer
+from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.formats.nvfp4 import InputScales
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall, routes
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
+from trtllm_b12x.kernels.call import of_logits
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.reference import (
     MXFP8ReferenceKernel,
@@ -100,6 +103,14 @@ def test_scratch_memory_suffices_for_fewer_tokens_too(kind: Any) -> None:
 def test_other_kernels_refuse_quantized_input(kind: type[Kernel]) -> None:
     with pytest.raises(ValueError, match="x_sf is given, but the kernel takes unquantized x"):
         kernel_of(kind).run(MoECall(*random_call(GEOMETRY, TOKENS), x_sf=torch.zeros(32, dtype=torch.uint8)))
+
+
+def test_a_router_bias_becomes_float32() -> None:
+    call = of_logits(torch.zeros(1, 128).bfloat16(), torch.zeros(1, 3).half(), torch.zeros(3).bfloat16())
+    prepared = call.prepared(dataclasses.replace(GEOMETRY, scoring=Scoring("sigmoid", bias=True)), False)
+    assert prepared.router_logits is not None
+    assert prepared.router_bias is not None
+    assert prepared.router_logits.dtype is prepared.router_bias.dtype is torch.float32
 
 
 # ---- the launch that makes a host's routes a kernel's: on a GPU as it is, without one in Triton's interpreter -------------

@@ -13,7 +13,8 @@ import torch
 from tests import layers
 from tests.checkpoints import random_experts
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import Geometry, MoECall, PlanError
+from trtllm_b12x.kernels.plans import Plan, PlannedKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
 from trtllm_b12x.kernels.self_test import BOUND, CALLS, SelfTestCase, SelfTestResult, _routes, run_quick_self_test, run_self_test
 
@@ -269,6 +270,35 @@ def test_larger_sums_of_atomics_are_allowed_what_they_cost() -> None:
     small, large = Geometry(16, 4, 512, 256, "Swiglu"), Geometry(512, 22, 1024, 2816, "Relu2")
     assert 0.0055 < small.atomic_rounding < 0.0075  # docs/sm12x-on-hopper.md: seen, and predicted 1.3 times
     assert 0.0271 < large.atomic_rounding < 0.04
+
+
+class Planned(PlannedKernel):
+    """A kernel that shares a plan. ``error`` is that of its test; None: its weights say nothing."""
+
+    features, geometry, device = ReferenceKernel.features, Geometry(4, 2, 128, 128, "Swiglu"), torch.device("cpu")
+    plan: Any = None
+    bind: Any = None
+    tests = 0
+
+    def __init__(self, error: float | None) -> None:
+        self.error = error
+
+    def _test(self) -> list[SelfTestResult] | None:
+        self.tests += 1
+        return None if self.error is None else [SelfTestResult(SelfTestCase("a", 1), self.error, 0, (BOUND, BOUND))]
+
+
+def test_plans_are_tested_once_and_shared_unless_they_fail() -> None:
+    wrong, nothing, right, last = kernels = [Planned(error) for error in (1.0, None, 0.0, 0.0)]
+    wrong._share(("key",), Plan)
+    with pytest.raises(PlanError, match="error 1 beyond"):
+        wrong.self_test()
+    for kernel, testing in ((nothing, (False, True)), (right, (True, False)), (last, (True, False))):
+        kernel._share(("key",), Plan)
+        kernel.self_test()
+        assert kernel._plan is nothing._plan is not wrong._plan
+        assert (kernel._plan.tested, kernel._plan.untestable) == testing
+    assert [kernel.tests for kernel in kernels] == [1, 1, 1, 0]
 
 
 # ---- the torch kernel's argument contract and its numbers --------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import re
@@ -381,3 +382,32 @@ def test_a_kernel_that_wins_late_is_found() -> None:
     policy = measured({n: {name: time(n) for name, time in paths.items()} for n in counts_to_measure([LARGEST])})
     assert policy.ranges(LARGEST, {"b12x": LARGEST}) == [(1, 17, HOST), (18, 256, "b12x")]
     assert all(policy.select(tokens, ["b12x"]) == "b12x" for tokens in range(24, 257))
+
+
+# ---- which layers and how many calls a graph has -------------------------------------------------------------------------
+
+
+def test_calls_go_through_all_layers(machine: Machine) -> None:
+    seen: list[int] = []
+    path = machine.path(lambda n: 50e-6)
+
+    def run(layer: int, call: MoECall) -> None:
+        seen.append(layer)
+        path.runs[layer](call)
+
+    paths = TimedPath([functools.partial(run, layer) for layer in range(3)])
+    machine.timer(paths, paths)([1])
+    assert seen[-2 * CALLS :] == [0, 1, 2] * (2 * CALLS // 3)
+
+
+@pytest.mark.parametrize(
+    ("l2_mib", "tokens", "layers", "calls"),
+    [(0, 1, 1, 12), (1, 1, 1, 26), (1, 64, 1, 12), (4, 64, 1, 26), (64, 1, 1, 48), (0, 1, 17, 18), (0, 1, 99, 24)],
+)
+def test_calls_read_more_than_the_l2_cache_holds(
+    l2_mib: int, tokens: int, layers: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token reads two experts of 55,296 bytes, 64 tokens read all eight."""
+    properties = types.SimpleNamespace(L2_cache_size=l2_mib << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert timing._calls(GEOMETRY, tokens, layers, torch.device("cuda")) == calls

@@ -159,6 +159,11 @@ def test_a_layer_s_tensors_are_checked() -> None:
         cut: dict[str, Any] = {name: tensor[:-1]}
         with pytest.raises(ValueError, match=name):
             check(layer.geometry, dataclasses.replace(weights, **cut))
+        if "weight" in name:
+            memory = torch.empty(tensor.nbytes + 8, dtype=torch.uint8)[8:].view(tensor.dtype)
+            cut = {name: memory.as_strided(tensor.shape, tensor.stride())}
+            with pytest.raises(ValueError, match=f"{name} is not contiguous, or not at a multiple of 16 bytes"):
+                check(layer.geometry, dataclasses.replace(weights, **cut))
     with pytest.raises(ValueError, match=r"fc1_weight_sf.*contiguous"):
         check(layer.geometry, dataclasses.replace(weights, fc1_weight_sf=weights.fc1_weight_sf.contiguous()))
     for epilogue, named in (

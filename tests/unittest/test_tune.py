@@ -8,10 +8,12 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from tests.checkpoints import random_experts, write_checkpoint
@@ -19,6 +21,7 @@ from tests.clock import Clock, standing_in
 from trtllm_b12x.core import process
 from trtllm_b12x.dispatch import store, timing
 from trtllm_b12x.dispatch.policy import HOST, counts_to_measure
+from trtllm_b12x.engines.trtllm import build_layer
 from trtllm_b12x.kernels.reference import UnquantizedReferenceKernel
 from trtllm_b12x.tools.cli import main
 
@@ -179,3 +182,12 @@ def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytes
     assert "interrupted" in run(*SIZES, status=130).output
     monkeypatch.setattr(tune, "_families", list)
     assert "no kernel family runs on this card" in run(*SIZES, status=2).output
+
+
+def test_layers_outgrow_the_cache_and_leave_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes in MiB, with 64 of cache: of a layer, of free memory; the number of layers."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64 << 20))
+    for layer, free, layers in ((64, 1 << 20, 8), (1, 1 << 20, 16), (1024, 1 << 20, 6), (1024, 4096, 3), (1024, 512, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free << 20, 1 << 50))
+        backend = SimpleNamespace(parameters=lambda size=layer << 20: [torch.empty(size, dtype=torch.uint8, device="meta")])
+        assert build_layer._enough(backend, torch.device("cuda")) == layers

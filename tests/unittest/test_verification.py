@@ -127,6 +127,19 @@ def test_the_bits_of_experts_without_tokens(tmp_path: Path, monkeypatch: pytest.
     assert not report.passed
 
 
+@pytest.mark.parametrize("name", ["fc1_alpha", "fc2_alpha", "fc1_divisor", "fc2_divisor"])
+def test_a_scale_of_one_expert_that_is_not_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By as little as no bound of an output tells."""
+    original, factor = Method.kernel_weights, torch.tensor([1.0, 1.0001, 1.0])
+
+    def kernel_weights(self: Any, module: Any) -> Any:
+        weights = original(self, module)
+        return dataclasses.replace(weights, input_scales=None, **{name: getattr(weights, name) * factor})
+
+    monkeypatch.setattr(Method, "kernel_weights", kernel_weights)
+    assert verified(tmp_path, random_experts(3, 128, 16)).failures == [f"rank 0: {name} differ from the checkpoint's scales"]
+
+
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +176,7 @@ def test_an_error_is_infinite_if_either_side_is_not_finite(other: float) -> None
         ((0.1, 0.05, 0.05), 64, True),
         ((1.0,), 64, True),  # a lost token
         ((math.inf,), 64, True),
+        ((math.nan,), 64, True),
         ((0.1,), 4, True),  # one token in eight may flip
         ((0.006,) * 64, 64, True),
     ],

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from tests import layers, warm_start
 from tests.checkpoints import random_experts, write_checkpoint
 from trtllm_b12x import formats
-from trtllm_b12x.formats.geometry import LayerShape
-from trtllm_b12x.kernels.cards import MODELS, models
+from trtllm_b12x.formats.geometry import Geometry, LayerShape
+from trtllm_b12x.kernels.cards import MODELS, Card, models, warmup_command
 from trtllm_b12x.tools.cli import main
 from trtllm_b12x.tools.options import Ranks
 
@@ -32,6 +33,14 @@ OTHER = "--hidden 128 --intermediate 128 --experts 4 --top-k 1 --activation swig
 
 def run(*arguments: Any, **variables: str) -> Result:
     return CliRunner().invoke(main, ["warmup", *map(str, arguments)], env=variables)
+
+
+def test_the_command_of_a_rank_names_the_models_experts() -> None:
+    geometry = Geometry(32, 8, 2048, 768, "Relu2", torch.float16, ranks=4, format="W4A16_NVFP4")
+    assert warmup_command(geometry, Card(170, 100 << 10, 120)) == (
+        "trtllm-b12x warmup --hidden 2048 --intermediate 768 --experts 128 --top-k 8 --activation relu2 --format w4a16_nvfp4 "
+        "--ep 4 --dtype float16 --target sm_120a --card 170"
+    )
 
 
 def sizes(**others: Any) -> list[Any]:
