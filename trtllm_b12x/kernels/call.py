@@ -95,13 +95,13 @@ class MoECall(NamedTuple):
             raise ValueError(f"out is {out.dtype}, expected {dtype}")
         if out is None or out.dtype is not dtype or not out.is_contiguous() or out.data_ptr() % 16:
             out = x.new_empty(tokens, hidden) if x_sf is None else x.new_empty(tokens, hidden, dtype=dtype)
-        if ids.dtype not in ID_TYPES or router_weights.dtype not in ROUTER_WEIGHT_TYPES:
-            ids, router_weights = of_known_types(ids, router_weights)
         if logits is not None:
             if not logits.is_floating_point():
                 raise ValueError(f"router_logits is {logits.dtype}, expected floats")
             logits = (logits if logits.dtype in ROUTER_WEIGHT_TYPES else logits.float()).contiguous()
             bias = None if bias is None else bias.float().contiguous()
+        elif ids.dtype not in ID_TYPES or router_weights.dtype not in ROUTER_WEIGHT_TYPES:
+            ids, router_weights = of_known_types(ids, router_weights)
         fields = x, ids.contiguous(), router_weights.contiguous(), x_sf, swizzled, out, scratch, logits, bias
         return tuple.__new__(MoECall, fields)  # half the time of MoECall(*fields)
 

@@ -117,7 +117,8 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
                 self._our_method, self._alone = METHODS[row.name](math.lcm(*tiles)), not row.hosts_path
                 self._as_w4a4 = algorithm != label
                 return self._our_method
-        patches.raise_if_refused(self.intermediate_size, describe.quant_algo(self.quant_config))
+        if self.intermediate_size in patches.refused_sizes:
+            patches.raise_if_refused(self.intermediate_size, describe.quant_algo(self.quant_config))
         return super()._get_quant_method()
 
     def _weights_are_ready(self) -> None:

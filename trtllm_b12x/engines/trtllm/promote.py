@@ -290,8 +290,9 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
 
 
 def _raise_if_refused(call: inspect.BoundArguments) -> None:
-    quantization = describe.quantization_of(call.arguments.get("model_config")) or {}
-    patches.raise_if_refused(call.arguments.get("intermediate_size"), quantization.get("quant_algo"))
+    if (size := call.arguments.get("intermediate_size")) in patches.refused_sizes:
+        quantization = describe.quantization_of(call.arguments.get("model_config")) or {}
+        patches.raise_if_refused(size, quantization.get("quant_algo"))
 
 
 def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, Resolution | None]:
