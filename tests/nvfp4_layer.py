@@ -87,6 +87,8 @@ class Layer:
 
     def stored(self, rows: torch.Tensor) -> torch.Tensor:
         """FC1's rows, ``(E, r*I, ...)``, in the order of the layout."""
+        if not self.geometry.gated:
+            return rows
         up, gate = rows.chunk(2, dim=1)
         if self.geometry.layout.fc1 == GATE_UP:
             return torch.cat((gate, up), dim=1)
@@ -160,6 +162,18 @@ def interleaved(scales: torch.Tensor) -> torch.Tensor:
     filled[:, :rows, :blocks] = scales.view(torch.uint8)
     tiles = filled.view(experts, tall, 4, 32, wide, 4).permute(0, 1, 4, 3, 2, 5).contiguous()
     return tiles.view(scales.dtype).permute(3, 4, 1, 5, 2, 0)
+
+
+class _Elsewhere(torch.Tensor):
+    device = torch.device("cuda", 1)
+
+    def get_device(self) -> int:
+        return 1
+
+
+def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one of another device."""
+    return tensor.as_subclass(_Elsewhere)
 
 
 def random_layer(geometry: Geometry, device: str = "cpu", seed: int = 0, ratio: bool = False) -> Layer:

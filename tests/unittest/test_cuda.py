@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import gc
 import re
 import threading
 import time
@@ -18,7 +20,7 @@ import torch
 
 from benchmarks import chain
 from tests.allocations import Allocations, weights_left
-from tests.nvfp4_layer import random_call, random_layer
+from tests.nvfp4_layer import elsewhere, random_call, random_layer
 from trtllm_b12x.formats import BY_TURNS, FORMATS, GATE_UP, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry, MoECall, PlanError, prove_child, warmup
 from trtllm_b12x.kernels.cards import Card, models
@@ -181,10 +183,13 @@ class Driver:
     capture = 0
     shared_bytes = 0
     """Dynamic shared memory that a function may use."""
+    unloaded = 0
 
     def __init__(self) -> None:
         self.launched: list[tuple[int, int, dict[str, int]]] = []
         self.filled: list[bytes] = []
+        self.contexts = [1]
+        """Those of every thread, the current one last: 1, or none, or another card's."""
         self.while_launching: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -202,8 +207,26 @@ class Driver:
         self.shared_bytes = value
         return 0
 
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        context._obj.value = self.contexts[-1]
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:  # noqa: N802
+        self.contexts.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:  # noqa: N802
+        self.contexts.pop()
+        return 0
+
+    def cuModuleUnload(self, module: Any) -> int:  # noqa: N802
+        self.unloaded += self.contexts[-1] == 1
+        return 0
+
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:  # noqa: N802
         self.while_launching()
+        if self.contexts[-1] != 1:
+            return 400 if self.contexts[-1] else 201
         layer, config = records.Layer.from_address(pointers._obj[0]), config._obj
         record = {name: getattr(layer, name) for name, _ in records.Layer._fields_}
         record |= zip(FIELDS, records.CALL.unpack(ctypes.string_at(pointers._obj[1], records.CALL.size)), strict=True)
@@ -351,6 +374,35 @@ def test_threads(cuda: Driver, kernel: CudaKernel) -> None:
         assert [record[name] for name in FIELDS[:4]] == [x.data_ptr(), 0, ids.data_ptr(), router_weights.data_ptr()]
 
 
+@pytest.mark.parametrize("context", [0, 2], ids=["none", "another card's"])
+def test_a_thread_without_the_cards_context(cuda: Driver, kernel: CudaKernel, context: int) -> None:
+    """The first CUDA call of a thread; a call after ``torch.cuda.set_device``."""
+    cuda.contexts = [context]
+    kernel.run(MoECall(*random_call(GEOMETRY, 2)))
+    assert len(cuda.launched) == 1
+    assert cuda.contexts == [context]
+    cuda.contexts, cuda.code = [1], 719
+    with pytest.raises(driver.DriverError, match="cuLaunchKernelEx: 719"):
+        kernel.run(MoECall(*random_call(GEOMETRY, 2)))
+    assert len(cuda.launched) == 2
+
+
+@pytest.mark.parametrize("capture", [0, 7])
+def test_modules_go_with_the_plan(cuda: Driver, capture: int) -> None:
+    """But those that a captured graph launches, which may outlive it. From any thread."""
+    kernel, cuda.capture = bound(), capture
+    kernel.run(MoECall(*random_call(GEOMETRY, 2)))
+    other = copy.copy(kernel)
+    del kernel
+    gc.collect()
+    assert cuda.unloaded == 0
+    cuda.contexts = [0]
+    del other
+    gc.collect()
+    assert cuda.unloaded == len(variant.TOKENS) - (capture > 0)
+    assert cuda.contexts == [0]
+
+
 def test_a_graph_has_a_workspace_of_its_own(cuda: Driver, kernel: CudaKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     call = MoECall(*random_call(GEOMETRY, 1))
     for capture in (0, 7, 7, 8, 0):
@@ -397,6 +449,9 @@ def test_errors_after_a_call_that_was_right(cuda: Driver, kernel: CudaKernel) ->
         r"x has shape \(2, 64\), expected \(2, 128\)": call._replace(x=call.x[:, :64]),
         r"ids has shape \(2, 1\), expected \(2, 2\)": call._replace(ids=call.ids[:, :1]),
         r"out has shape \(1, 128\), expected \(2, 128\)": call._replace(out=call.x[:1]),
+        "ids is on cuda:1, expected cpu": call._replace(ids=elsewhere(call.ids)),
+        "router_weights is on cuda:1": call._replace(router_weights=elsewhere(call.router_weights)),
+        "out is on cuda:1": call._replace(out=elsewhere(call.x)),
         "no kernel is planned for 0 tokens": MoECall(call.x[:0], call.ids[:0], call.router_weights[:0]),
     }
     for message, other in wrong.items():

@@ -189,10 +189,12 @@ def test_a_stricter_fact_never_turns_no_into_yes(before: Any, field: str) -> Non
     ],
 )
 def test_what_hosts_refuse_before_us(facts: dict[str, Any], words: list[str]) -> None:
-    found = refused_by_hosts(LayerShape(**facts), Deployment(tp_size=2))
+    found = refused_by_hosts(LayerShape(**facts), Deployment(tp_size=2), served=False)
     assert len(found) == len(words)
     assert all(line.startswith("TensorRT-LLM from August 2026 on") for line in found)
     assert all(word in line for word, line in zip(words, found, strict=True))
+    served = refused_by_hosts(LayerShape(**facts), Deployment(tp_size=2), served=True)
+    assert served == [line for line in found if "group size" in line]
 
 
 @pytest.mark.parametrize(

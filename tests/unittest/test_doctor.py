@@ -258,8 +258,8 @@ def test_where_vllm_is_the_only_engine(monkeypatch: pytest.MonkeyPatch, every_fa
     monkeypatch.setattr("trtllm_b12x.engines.vllm.facts.version", lambda: "0.33.0")
     monkeypatch.setattr("trtllm_b12x.engines.vllm.facts.check", lambda: None)
     result = run(monkeypatch, STOCK, status=0 if plugins else 1)
-    *lines, last = result.output.splitlines()
-    assert not any(word in result.output for word in ("FlashInferNvfp4", "CutlassFusedMoE", "\nb12x", "$ pip install"))
+    *lines, last = result.stdout.splitlines()
+    assert not any(word in result.stdout for word in ("FlashInferNvfp4", "CutlassFusedMoE", "\nb12x", "$ pip install"))
     assert "TensorRT-LLM  not installed" in lines
     assert "NVFP4 Swiglu runs on cuda, else triton" in lines
     if plugins:

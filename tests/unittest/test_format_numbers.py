@@ -235,6 +235,7 @@ def of_zeros() -> Answers:
 SHORT: dict[str, Callable[[], Answers]] = {
     "W4A16 in rows, off every tile": case("triton", W4A16_ROWS, 3, 2, 192, 80),
     "NVFP4, gate first, tiles": case("triton", ("NVFP4", WeightLayout(TILES, GATE_UP)), 4, 2, 128, 64),
+    "W4A16 without a gate": case("triton", W4A16_GATE_UP, 3, 2, 128, 64, activation="Relu2"),
     "MXFP4 padded, bias and limits": case("triton", MXFP4_PADDED, 4, 2, 160, 256, **GPT_OSS),
     "MXFP4 by turns": case("triton", MXFP4_TURNS, 4, 2, 160, 96, **GPT_OSS),
     "grouped W4A16 in rows": case("grouped", W4A16_ROWS, 4, 2, 128, 192, tokens=70),

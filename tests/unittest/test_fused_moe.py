@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
-from trtllm_b12x.decision import Environment, RejectReason, families
+from trtllm_b12x.decision import Environment, RejectReason, decide, families
 from trtllm_b12x.dispatch.schedule import default_crossover
+from trtllm_b12x.engines.trtllm import describe
 from trtllm_b12x.engines.trtllm.embedded import fp4_quantize
 from trtllm_b12x.engines.trtllm.fused_moe import FlashInferNvfp4Sm12xFusedMoE
 from trtllm_b12x.tools import verify
@@ -39,6 +41,44 @@ def test_both_sides_of_the_crossover(tokens: int, gated: bool) -> None:
     assert none < 0.05
     if tokens < default_crossover():
         assert kernel < 0.005
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    alpha: Any = None
+    beta: Any = None
+    limit: Any = None
+    clamp_after_silu: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Swiglu:
+    """``SwigluActivation`` of the newest TensorRT-LLM, and a field that nobody knows."""
+
+    clamp: Any = None
+    clamp_after_silu: bool = False
+    slope: float = 1.0
+    kind: ClassVar[Any] = host.ActivationType.Swiglu
+
+    def constants(self) -> Constants:
+        return Constants(limit=self.clamp, clamp_after_silu=self.clamp_after_silu)
+
+
+@pytest.mark.parametrize(
+    ("activation", "constants", "unknown"),
+    [
+        (Swiglu(), False, ""),
+        (Swiglu(7.0), True, ""),
+        (Swiglu(7.0, clamp_after_silu=True), True, "clamp_after_silu"),
+        (Swiglu(slope=0.5), False, "slope"),
+    ],
+)
+def test_an_activation_that_is_not_known_whole_is_refused_by_name(activation: Swiglu, constants: bool, unknown: str) -> None:
+    shape, deployment = describe.from_config(host.ModelConfig(), arguments={"activation": activation})
+    assert shape.activation_constants == constants
+    verdict = decide(shape, deployment, features=families.cuda(Environment()))
+    assert verdict.reasons == ((RejectReason.ACTIVATION,) if unknown else ())
+    assert not unknown or f"activation Swiglu with {unknown}, the kernel has Geglu" in str(verdict)
 
 
 def test_many_routes_per_token_end_before_the_dynamic_kernel() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import forks, mxfp8
-from tests.nvfp4_layer import random_call, random_layer
+from tests.nvfp4_layer import elsewhere, random_call, random_layer
 from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.formats.nvfp4 import InputScales
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall, routes
@@ -55,6 +55,7 @@ def kernel_of(kind: type[Kernel]) -> Any:
         kernel = kind()
         if kind is B12xKernel:
             kernel.geometry, kernel._plan = GEOMETRY, types.SimpleNamespace(candidates={TOKENS: [None]})
+            kernel.weights = random_layer(GEOMETRY).kernel_weights()
             return kernel
         kernel.plan(GEOMETRY, 63, torch.device("cpu"))
     kernel.bind(mxfp8.random_weights(GEOMETRY) if kind in OF_MXFP8 else random_layer(GEOMETRY).kernel_weights())
@@ -72,6 +73,33 @@ def test_a_tensor_of_another_shape_is_named(kind: type[Kernel]) -> None:
                 kernel.run(call._replace(**{name: other}))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        *(("ids", lambda ids, to=to: ids.to(to), f"is {to}, expected integers") for to in (torch.float32, torch.bool)),
+        ("router_weights", torch.Tensor.int, "is torch.int32, expected floats"),
+        ("out", torch.Tensor.int, "is torch.int32, expected torch.bfloat16"),
+        ("scratch", lambda memory: memory[8:], "is at address .*8, expected a multiple of 16"),
+        *((name, elsewhere, "is on cuda:1, expected cpu") for name in ("x", "ids", "router_weights", "out", "scratch")),
+    ],
+)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not issubclass(kind, ReferenceKernel)])
+def test_a_tensor_of_another_kind_is_named(kind: type[Kernel], name: str, change: Any, message: str) -> None:
+    memory = torch.empty(32, dtype=torch.uint8)
+    call = MoECall(*random_call(GEOMETRY, TOKENS), out=torch.empty(TOKENS, 128, dtype=torch.bfloat16))
+    call = call._replace(scratch=memory[-memory.data_ptr() % 16 :])
+    with pytest.raises(ValueError, match=f"^{name} {message}"):
+        kernel_of(kind).run(call._replace(**{name: change(getattr(call, name))}))
+
+
+def test_scales_at_any_address_are_taken() -> None:
+    codes, scales = torch.zeros(TOKENS, 64, dtype=torch.uint8), torch.arange(33, dtype=torch.uint8)[1:]
+    call = MoECall(codes, *random_call(GEOMETRY, TOKENS)[1:], scales).prepared(GEOMETRY, True, -1)
+    assert call.x_sf is not None
+    assert call.x_sf.data_ptr() % 16 == 0
+    assert torch.equal(call.x_sf, scales)
+
+
 @pytest.mark.parametrize("kind", TAKE_QUANTIZED)
 def test_quantized_input_of_another_shape_is_named(kind: type[Kernel]) -> None:
     kernel = kernel_of(kind)
@@ -82,6 +110,9 @@ def test_quantized_input_of_another_shape_is_named(kind: type[Kernel]) -> None:
         other = torch.zeros(shape, dtype=getattr(call, name).dtype)
         with pytest.raises(ValueError, match=f"^{name} has shape "):
             kernel.run(call._replace(**{name: other}))  # type: ignore[arg-type]
+    for name, dtype in (("x", torch.bfloat16), ("x_sf", torch.float32)):
+        with pytest.raises(ValueError, match=f"{name} (is )?{dtype}"):
+            kernel.run(call._replace(**{name: getattr(call, name).to(dtype)}))
     for swizzled, needed in ((False, 32), (True, 1024)):
         few = torch.zeros(needed - 8, dtype=torch.uint8)
         with pytest.raises(ValueError, match=f"^x_sf has {needed - 8} scales, expected {needed} for 4 tokens"):
@@ -107,7 +138,7 @@ def test_other_kernels_refuse_quantized_input(kind: type[Kernel]) -> None:
 
 def test_a_router_bias_becomes_float32() -> None:
     call = of_logits(torch.zeros(1, 128).bfloat16(), torch.zeros(1, 3).half(), torch.zeros(3).bfloat16())
-    prepared = call.prepared(dataclasses.replace(GEOMETRY, scoring=Scoring("sigmoid", bias=True)), False)
+    prepared = call.prepared(dataclasses.replace(GEOMETRY, scoring=Scoring("sigmoid", bias=True)), False, -1)
     assert prepared.router_logits is not None
     assert prepared.router_bias is not None
     assert prepared.router_logits.dtype is prepared.router_bias.dtype is torch.float32

@@ -305,9 +305,7 @@ def test_ranks_add_up(checkpoint: Checkpoint, tp: int, ep: int, caplog: pytest.L
     assert report.bytes.padding == matrices * padded * 128 * 9 // 16
     assert report.bytes.extra == 0
     assert report.bytes.scalars <= 16 * EXPERTS * tp
-    assert [line.split(" refuses")[0] for line in report.warnings] == (
-        ["TensorRT-LLM from August 2026 on"] if layer.gated and size % 64 else []
-    )
+    assert not report.warnings  # TensorRT-LLM refuses some of the sizes, but not with our layer
     assert "answer" not in caplog.text  # nobody is asked about simulated ranks
 
 

@@ -135,13 +135,16 @@ def _size_per_rank(p: LayerShape, d: Deployment) -> float | None:
     return None if p.intermediate_size is None else p.intermediate_size / (d.tp_size or 1)
 
 
-def refused_by_hosts(shape: LayerShape, deployment: Deployment) -> list[str]:
-    """List which TensorRT-LLM versions refuse this layer before any rule of ours, and why. For tools outside the server."""
+def refused_by_hosts(shape: LayerShape, deployment: Deployment, served: bool) -> list[str]:
+    """List which TensorRT-LLM versions refuse this layer before any rule of ours, and why. For tools outside the server.
+
+    ``served``: our kernels serve it, and our layer pads its size.
+    """
     if shape.quant_algo != _NVFP4:
         return []
     faults, size = [], _size_per_rank(shape, deployment)
     # nvfp4_fc1_row_alignment_rejection (impl_contract.py): hosts pad [up; gate] to 128 rows together, split at half.
-    if shape.activation == "Swiglu" and size is not None and size % 64:
+    if not served and shape.activation == "Swiglu" and size is not None and size % 64:
         faults.append(f"intermediate size {size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size")
     # create_weights (quantization.py) raises NotImplementedError for other block widths. Older hosts ignore the field.
     if shape.group_size not in (None, 16):

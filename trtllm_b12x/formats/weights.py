@@ -148,11 +148,12 @@ class Weights(ABC):
         return self.dequantized(getattr(self, name)[slots], self._scales_in_rows(slots, name), dtype)
 
     def ordered(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return FC1's rows, or its bias, in the order [up; gate]. They lie along ``dim``."""
+        """Return FC1's rows, or its bias, in the order [up; gate]; as they are without a gate. They lie along ``dim``."""
+        fc1, fc2 = (getattr(self, name) for name in self.stored_fields[:2])
+        if self.layout.fc1 not in (GATE_UP, BY_TURNS) or fc1.shape[1] == fc2.shape[2] * self.packed:  # FC2's columns
+            return rows
         if self.layout.fc1 == GATE_UP:
             return torch.cat(rows.chunk(2, dim)[::-1], dim)
-        if self.layout.fc1 != BY_TURNS:
-            return rows
         return torch.cat(rows.unflatten(dim, (-1, 2)).flip(dim + 1).unbind(dim + 1), dim)
 
     def row_scales(self, slot: int, name: str) -> torch.Tensor:

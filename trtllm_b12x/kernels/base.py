@@ -137,9 +137,9 @@ class Kernel(ABC):
     def run(self, call: MoECall) -> torch.Tensor:
         """Run the layer's experts. Return ``(tokens, H)``: ``call.out`` if given, else a new tensor in the layer's dtype.
 
-        Raise ValueError if a tensor has the wrong shape or dtype, or no kernel is planned for so many tokens.
+        Raise ValueError if a tensor has the wrong shape, dtype or device, or no kernel is planned for so many tokens.
         """
-        prepared = call.prepared(self.geometry, self.features.quantized_input)
+        prepared = call.prepared(self.geometry, self.features.quantized_input, self.weights.fc1_weight.get_device())
         self._launch(prepared)
         given, out = call.out, prepared.out
         assert out is not None

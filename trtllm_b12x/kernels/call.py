@@ -10,6 +10,8 @@ from trtllm_b12x.formats.geometry import Geometry
 
 from .routes import ID_TYPES, ROUTER_WEIGHT_TYPES, of_known_types
 
+_SCALE_TYPES = (torch.uint8, torch.float8_e4m3fn)
+
 
 class MoECall(NamedTuple):
     """The tensors of one call of a layer's experts."""
@@ -54,14 +56,17 @@ class MoECall(NamedTuple):
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
         if x_sf is not None:
+            if x.dtype is not torch.uint8 or x_sf.dtype not in _SCALE_TYPES:
+                raise ValueError(f"x is {x.dtype} and x_sf {x_sf.dtype}, expected bytes of FP4 codes and of E4M3 scales")
             needed = -(-tokens // 128) * -(-hidden // 64) * 512 if swizzled else tokens * (hidden // 16)
             if x_sf.nbytes < needed:
                 raise ValueError(f"x_sf has {x_sf.nbytes} scales, expected {needed} for {tokens} tokens")
 
-    def prepared(self, geometry: Geometry, quantized_input: bool) -> MoECall:
+    def prepared(self, geometry: Geometry, quantized_input: bool, device: int) -> MoECall:
         """Return the checked call as kernels take it: contiguous tensors of types they know, and an output they can write.
 
-        Raise ValueError as ``check`` does, and if ``x`` has another dtype than the layer.
+        ``device``: number of the layer's device, as ``get_device`` returns it. Raise ValueError as ``check`` does, if ``x`` has
+        another dtype than the layer or ``out`` has integers, if a tensor is on another device, and if ``scratch`` is not aligned.
         """
         x, ids, router_weights, x_sf, swizzled, out, scratch, logits, bias = self
         shape, hidden, dtype = x.shape, geometry.hidden_size, geometry.dtype
@@ -72,20 +77,38 @@ class MoECall(NamedTuple):
         fits = out_shape == shape == (tokens, hidden) and ids.shape == routes == router_weights.shape
         if not fits or x_sf is not None or geometry.scoring is not None or logits is not None:
             self.check(geometry, quantized_input)
+        if (
+            not device == x.get_device() == ids.get_device() == router_weights.get_device()
+            or (out is not None and out.get_device() != device) or (scratch is not None and scratch.get_device() != device)
+            or (x_sf is not None and x_sf.get_device() != device) or (logits is not None and logits.get_device() != device)
+            or (bias is not None and bias.get_device() != device)
+        ):  # fmt: skip
+            self._name_device(device)
+        if scratch is not None and scratch.data_ptr() % 16:
+            raise ValueError(f"scratch is at address {scratch.data_ptr():#x}, expected a multiple of 16")
         if x_sf is not None:
-            x, x_sf = x.view(torch.uint8), x_sf.contiguous().view(torch.uint8)
+            x_sf = aligned16(x_sf).view(torch.uint8)
         elif x.dtype is not dtype:
             raise ValueError(f"x is {x.dtype}, expected {dtype}")
         x = x if x.is_contiguous() and not x.data_ptr() % 16 else aligned16(x)
+        if out is not None and not (out.dtype is dtype or out.is_floating_point()):
+            raise ValueError(f"out is {out.dtype}, expected {dtype}")
         if out is None or out.dtype is not dtype or not out.is_contiguous() or out.data_ptr() % 16:
             out = x.new_empty(tokens, hidden) if x_sf is None else x.new_empty(tokens, hidden, dtype=dtype)
-        if ids.dtype not in ID_TYPES or router_weights.dtype not in ROUTER_WEIGHT_TYPES:
-            ids, router_weights = of_known_types(ids, router_weights)
         if logits is not None:
+            if not logits.is_floating_point():
+                raise ValueError(f"router_logits is {logits.dtype}, expected floats")
             logits = (logits if logits.dtype in ROUTER_WEIGHT_TYPES else logits.float()).contiguous()
             bias = None if bias is None else bias.float().contiguous()
+        elif ids.dtype not in ID_TYPES or router_weights.dtype not in ROUTER_WEIGHT_TYPES:
+            ids, router_weights = of_known_types(ids, router_weights)
         fields = x, ids.contiguous(), router_weights.contiguous(), x_sf, swizzled, out, scratch, logits, bias
         return tuple.__new__(MoECall, fields)  # half the time of MoECall(*fields)
+
+    def _name_device(self, device: int) -> None:
+        for name, value in self._asdict().items():
+            if isinstance(value, torch.Tensor) and value.get_device() != device:
+                raise ValueError(f"{name} is on {value.device}, expected {f'cuda:{device}' if device >= 0 else 'cpu'}")
 
 
 def of_logits(x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None = None, **more: Any) -> MoECall:

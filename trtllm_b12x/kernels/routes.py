@@ -25,10 +25,14 @@ ID_TYPES, ROUTER_WEIGHT_TYPES = (torch.int32, torch.int64), (torch.float32, torc
 
 
 def of_known_types(ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert to contiguous tensors of types that kernels are compiled for.
+    """Convert to contiguous tensors of types that kernels are compiled for. Raise ValueError for what is not ids or weights.
 
     Ids of another integer type become int64, which holds them all: 32 bits would turn 2**32 + 3 into 3.
     """
+    if ids.is_floating_point() or ids.dtype is torch.bool:  # NaN would become an id
+        raise ValueError(f"ids is {ids.dtype}, expected integers")
+    if not router_weights.is_floating_point():
+        raise ValueError(f"router_weights is {router_weights.dtype}, expected floats")
     ids = ids if ids.dtype in ID_TYPES else ids.to(torch.int64)
     known = router_weights.dtype in ROUTER_WEIGHT_TYPES
     return ids.contiguous(), (router_weights if known else router_weights.to(ROUTER_WEIGHT_TYPES[0])).contiguous()

@@ -15,15 +15,17 @@ class ActivationConstants:
     alpha: Any = None
     beta: Any = None
     limit: Any = None
+    clamp_after_silu: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class SwigluActivation:
     clamp: torch.Tensor | float | None = None
+    clamp_after_silu: bool = False
     kind: ClassVar[ActivationType] = ActivationType.Swiglu
 
     def constants(self):
-        return ActivationConstants(limit=self.clamp)
+        return ActivationConstants(limit=self.clamp, clamp_after_silu=self.clamp_after_silu)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""``ConfigurableMoE`` of C2 binds late: the backend is built and filled in ``create_weights``."""
+"""``ConfigurableMoE`` of C2 binds late: the backend is built and filled in ``create_weights``. Newer code builds it at once."""
 
 import copy
 
@@ -8,6 +8,8 @@ from .activation import install_activation_params
 from .impl_base import MoEImplBase
 from .wrapper import Wrapper
 
+LATE = True
+
 
 class ConfigurableMoE(Wrapper):
     def __init__(self, *, moe_cls, model_config, **kwargs):
@@ -16,25 +18,32 @@ class ConfigurableMoE(Wrapper):
             raise ValueError(f"layer {self.layer_idx} resolves to {moe_cls.__name__}, a complete MoE layer")
         self._pinned_moe_cls = moe_cls
         self._backend_bound = False
+        if not LATE:
+            self._bind()
         if not model_config.skip_create_weights_in_init:
             self.create_weights()
+        if not LATE:
+            self._install_backend_dependents()
 
-    def create_weights(self):
+    def _bind(self):
         from tensorrt_llm._torch.moe.fused_moe.create_moe import create_moe_backend
 
-        quant_config = self.quant_config
-        if not self._backend_bound:
-            model_config = self.model_config
-            if quant_config is not model_config.quant_config:
-                model_config = copy.copy(model_config)
-                model_config.quant_config = quant_config
-            build_backend(self, create_moe_backend, self._pinned_moe_cls, model_config, activation=self.activation)
-            install_activation_params(self.backend)
-        self.backend.quant_config = quant_config
+        model_config, quant_config = self.model_config, self.quant_config
+        if quant_config is not model_config.quant_config:
+            model_config = copy.copy(model_config)
+            model_config.quant_config = quant_config
+        build_backend(self, create_moe_backend, self._pinned_moe_cls, model_config, activation=self.activation)
+        install_activation_params(self.backend)
+        self._backend_bound = True
+
+    def create_weights(self):
+        late = not self._backend_bound
+        if late:
+            self._bind()
+        self.backend.quant_config = self.quant_config
         self.backend.create_weights()
-        if not self._backend_bound:
+        if late:
             self._install_backend_dependents()
-            self._backend_bound = True
 
     @property
     def _weights_created(self):

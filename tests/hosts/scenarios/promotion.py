@@ -21,8 +21,10 @@ from tests.hosts.scenarios import model_config
 from trtllm_b12x import environment
 from trtllm_b12x.core import process
 from trtllm_b12x.engines.trtllm import describe as questions
+from trtllm_b12x.engines.trtllm import promote
 from trtllm_b12x.engines.trtllm import status as registry
 from trtllm_b12x.tools.verify import kernel_calls
+from trtllm_b12x.tools.verify.reference import Arithmetic
 
 
 def load_balancer() -> dict[str, Any]:
@@ -117,6 +119,30 @@ def every_backend_quantization_and_card(algorithms: str = "NVFP4,FP8,") -> dict[
                     trtllm_b12x.install()
                     rows.append((payload, sm, backend, algo, alone, answer(backend, algo)))
     return {"rows": rows, "has_get_moe_cls": host.has_get_moe_cls}
+
+
+def a_refused_size() -> dict[str, Any]:
+    """NVFP4 of 160 columns in a host that refuses them: alone, with us, with LoRA, and once we leave a layer to the host."""
+    tensors = random_experts(4, 128, 160)
+
+    def answer(promote: bool, **arguments: Any) -> Any:
+        (trtllm_b12x.install if promote else trtllm_b12x.uninstall)()
+        try:
+            layer = layers.build(4, 128, 160, config=model_config(skip_create_weights_in_init=True, **arguments))
+            layer.create_weights()
+        except ValueError as error:
+            return str(error)
+        return layers.load(layer, tensors)
+
+    alone, layer = answer(False), answer(True)
+    found = {}
+    for tokens in (3, 300):
+        x, logits = layers.inputs(layer, tokens, tensors)
+        found[tokens] = layers.errors(layer, x, logits, layer(x, logits), tensors, Arithmetic.UNQUANTIZED)[tokens < 64]
+    lora = answer(True, lora_config=SimpleNamespace(lora_target_modules=["moe_gate"]))
+    promote._backend_for = lambda call, host_class: (host_class, None)
+    left = answer(True)
+    return {"alone": alone, "class": type(layer.backend).__name__, "errors": found, "lora": lora, "left": left}
 
 
 def threads_and_failures() -> dict[str, Any]:

@@ -56,7 +56,7 @@ def test_every_backend_quantization_and_card(double: Double) -> None:
 
 
 def test_every_backend_and_card_of_weight_only_formats(double: Double) -> None:
-    """Hosts before C1 have no W4A16_NVFP4; CUTEDSL's own b12x stays while its kernels compile."""
+    """Hosts before C1 have no W4A16_NVFP4; CUTEDSL's own b12x stays while its kernels compile, and one line names CUTLASS."""
     scenario, algorithms = "promotion.every_backend_quantization_and_card", "W4A16_NVFP4,W4A8_MXFP4_MXFP8"
     result = double.scenario(scenario, algorithms, TRTLLM_B12X_KERNELS="triton")
     assert len(result["rows"]) == 2 * 4 * 5 * 2
@@ -69,6 +69,8 @@ def test_every_backend_and_card_of_weight_only_formats(double: Double) -> None:
         outcomes.add((algo, promoted))
     assert ("W4A8_MXFP4_MXFP8", OURS) in outcomes
     assert (("W4A16_NVFP4", OURS) in outcomes) == double.has_contexts
+    line = "W4A16_NVFP4 experts run on moe_backend CUTEDSL, which TensorRT-LLM takes where none is set: set moe_config.backend"
+    assert result["stderr"].count(line) == double.has_contexts
     assert result["stderr"].count("has no W4A16NVFP4CutlassFusedMoEMethod") == (0 if double.has_contexts else 1)
 
 
@@ -141,6 +143,31 @@ def test_other_generations_are_left_alone_with_one_line(machine: Machine, case: 
     assert result["promoted"] == 0
     assert OURS not in result["backends"]
     assert [line[:15] for line in result["log"]] == ["no adapter fits"]
+
+
+NEWEST: tuple[Change, ...] = (
+    ("configurable_moe", "LATE = True", "LATE = False"),
+    ("create_moe", '("dtype", "bias", "layer_idx")', '("dtype", "bias", "layer_idx", "intermediate_size", "activation")'),
+    ("impl_contract", "    bias: bool\n", "    bias: bool\n    intermediate_size: int\n    activation: Any\n"),
+    (
+        "fused_moe_cutlass",
+        "        return None\n",
+        "        if p.quant_algo is QuantAlgo.NVFP4 and p.activation.kind.name == 'Swiglu' and p.intermediate_size % 64:\n"
+        "            return 'shape_unaligned'\n        return None\n",
+    ),
+)
+"""Code of October 2026: the wrapper builds its backend at once, and CUTLASS refuses sizes of NVFP4."""
+
+
+def test_the_newest_host(machine: Machine) -> None:
+    newest = machine.double("C2", "newest", NEWEST)
+    started = newest.scenario("starts.by_itself", FAKE_COMPUTE_CAP="12.0", DOUBLE_SM="120")
+    assert (started["generation"], started["backends"], started["kernels"]) == ("C2", [OURS] * 3, [True, True, False])
+    result = newest.scenario("promotion.a_refused_size", TRTLLM_B12X_KERNELS="triton", DOUBLE_SM="120")
+    assert result["class"] == OURS
+    assert max(result["errors"].values()) < 0.05
+    assert all("shape_unaligned" in result[name] for name in ("alone", "left"))
+    assert "no MoE implementation can serve this layer" in result["lora"]
 
 
 LOADED = "(self, module):\n        self.setup_quant_scales(module)\n"

@@ -5,9 +5,9 @@ Only this module reads these facts. Fields that are not known yet are None, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,10 @@ _MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
 _ACTIVATION_TENSORS = {"swiglu_alpha": "act_alpha", "swiglu_beta": "act_beta", "swiglu_limit": "act_clamp"}
 """Layer attributes that hold SwiGLU's constants as tensors, mapped to their names in C2."""
 _CONSTANTS = (*_ACTIVATION_TENSORS, "swiglu_limit_scalar")
+_REGISTERS = ("alpha", "beta", "limit")
+_KNOWN_FIELDS = frozenset({"kind", "clamp", "gate_sigmoid_scale", "linear_offset", *_REGISTERS})
+"""Fields of C2's activations and of their constants that kernels compute. Others, such as ``clamp_after_silu`` (PR 19217), must
+have their defaults."""
 
 
 def quantization_of(model_config: Any, override: Any = None) -> dict[str, Any] | None:
@@ -115,17 +119,25 @@ def from_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: boo
 def _activation(get: Callable[[str], Any]) -> dict[str, Any]:
     """Return the activation's name, and whether SwiGLU's alpha, beta or limit are set.
 
-    ``get`` looks up an argument of ``create_moe_backend`` or an attribute of the layer; None for what is missing.
+    ``get`` looks up an argument of ``create_moe_backend`` or an attribute of the layer; None for what is missing. Unknown fields
+    that are set become part of the name, so that no kernel has the activation.
     """
     record = get("activation")  # C2; older ones have activation_type and the constants themselves
     kind = getattr(record, "kind", get("activation_type"))
     names = load().ActivationType
-    constants = getattr(record, "constants", None)
-    values = vars(constants()).values() if callable(constants) else map(get, _CONSTANTS)
+    constants = record.constants() if callable(getattr(record, "constants", None)) else None
+    values = map(get, _CONSTANTS) if constants is None else (getattr(constants, name, None) for name in _REGISTERS)
+    unknown = ", ".join(dict.fromkeys((*_set_and_unknown(record), *_set_and_unknown(constants))))
     return {
-        "activation": str(names(names.Swiglu if kind is None else kind).name),
+        "activation": f"{names(names.Swiglu if kind is None else kind).name}{f' with {unknown}' if unknown else ''}",
         "activation_constants": any(value is not None for value in values),
     }
+
+
+def _set_and_unknown(record: Any) -> Iterator[str]:
+    for field in fields(record) if is_dataclass(record) else ():
+        if field.name not in _KNOWN_FIELDS and getattr(record, field.name) is not field.default:
+            yield field.name
 
 
 def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.weights import Weights
 
-from . import contract, describe, guard, host_path, machine, status
+from . import contract, describe, guard, host_path, machine, patches, status
 from .host import load
 from .quantization import Method
 from .quantization_mxfp4 import MXFP4Sm12xFusedMoEMethod
@@ -117,6 +117,8 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
                 self._our_method, self._alone = METHODS[row.name](math.lcm(*tiles)), not row.hosts_path
                 self._as_w4a4 = algorithm != label
                 return self._our_method
+        if self.intermediate_size in patches.refused_sizes:
+            patches.raise_if_refused(self.intermediate_size, describe.quant_algo(self.quant_config))
         return super()._get_quant_method()
 
     def _weights_are_ready(self) -> None:

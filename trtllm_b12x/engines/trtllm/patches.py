@@ -19,6 +19,8 @@ active = False
 """Promotion is on in this process."""
 refused = ""
 """Reason why TensorRT-LLM stays unpatched in this process; empty if none is known."""
+refused_sizes: dict[int, Exception] = {}
+"""Intermediate sizes that the host refuses for its NVFP4 layers and ours serve, with the host's error."""
 _patches: dict[tuple[ModuleType, str], tuple[Any, Any]] = {}
 """Module, and the name that is rebound there, with the original and what took its place."""
 
@@ -41,6 +43,12 @@ def give_back() -> None:
 def names() -> tuple[str, ...]:
     """Return ``module.name`` of each rebound name."""
     return tuple(f"{module.__name__}.{name}" for module, name in tuple(_patches))
+
+
+def raise_if_refused(intermediate_size: Any, quant_algo: str | None) -> None:
+    """Raise the host's error if it refuses the size. A layer that is not ours would then compute garbage."""
+    if quant_algo == "NVFP4" and (error := refused_sizes.get(intermediate_size)) is not None:
+        raise error
 
 
 @contextmanager

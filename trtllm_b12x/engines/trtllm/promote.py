@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -74,8 +75,9 @@ def patch(module: ModuleType) -> None:
     known. It refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``). How:
     as above; during the call, its name for the CUTLASS class refers to our class. It can go with the other.
 
-    ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves the format on this card.
-    How: catch the error and return our base class. It can go when its tables accept classes from other packages.
+    ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves the format on this card, or
+    NVFP4 of a size whose gate and up do not fill tiles of 128 rows (PR 18520). How: catch the error and return our base class;
+    for a size, if the host accepts it padded. It can go when its tables accept classes from other packages.
     """
     if not settings.ENABLED():
         return
@@ -177,11 +179,13 @@ def _resolving(resolve_moe_cls: Any) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             return resolve_moe_cls(*args, **kwargs)
-        except ValueError:
+        except ValueError as error:
+            refusal = error  # Python deletes ``error`` at the end of this block
             moe_cls = _or_host(None, lambda: _class_without_host_path(*_config_of(args, kwargs)))
-            if moe_cls is None:
-                raise
-            return moe_cls
+        moe_cls = moe_cls or _or_host(None, lambda: _class_of_padded_size(resolve_moe_cls, args, kwargs, refusal))
+        if moe_cls is None:
+            raise refusal
+        return moe_cls
 
     return wrapper
 
@@ -230,6 +234,27 @@ def _class_without_host_path(model_config: Any, override: Any) -> Any:
     return None
 
 
+def _class_of_padded_size(resolve_moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Exception) -> Any:
+    """Return the CUTLASS class if the host refuses an NVFP4 layer for its size alone and our layer, which pads, serves it."""
+    trtllm, (model_config, override), size = _adapter(), _config_of(args, kwargs), kwargs.get("intermediate_size")
+    quantization = describe.quantization_of(model_config, override) or {}
+    tile = 64 * max(1, int(getattr(getattr(model_config, "mapping", None), "moe_tp_size", 1)))  # of gate and of up
+    if trtllm is None or not size or size % tile == 0 or quantization.get("quant_algo") != "NVFP4":
+        return None
+    verdict = _resolve(model_config, quantization, kwargs)
+    if not verdict.served:
+        announce(verdict, "MoE layer in NVFP4", alone=True)
+        return None
+    try:
+        moe_cls = resolve_moe_cls(*args, **{**kwargs, "intermediate_size": -(-size // tile) * tile})
+    except ValueError:  # it refuses something else, too
+        return None
+    if moe_cls is not trtllm.CutlassFusedMoE:
+        return None
+    patches.refused_sizes[size] = refusal
+    return moe_cls
+
+
 def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
     """Wrap ``create_moe_backend``. ``names`` is the namespace of its module."""
     signature = inspect.signature(create_moe_backend)
@@ -243,6 +268,8 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         host_class = getattr(call.arguments["moe_cls"], "host_class", call.arguments["moe_cls"])
         moe_cls, verdict = _or_host((host_class, None), lambda: _backend_for(call, host_class))
         ours = hasattr(moe_cls, "host_class")
+        if not ours:
+            _raise_if_refused(call)
         call.arguments["moe_cls"] = moe_cls
         try:
             with patches.known_as_cutlass(names, moe_cls if ours else None):
@@ -250,6 +277,7 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         except Exception as error:
             if not ours:
                 raise
+            _raise_if_refused(call)
             call.arguments["moe_cls"] = moe_cls.host_class
             module = create_moe_backend(*call.args, **call.kwargs)  # or raise the host error
             refuse(error)
@@ -259,6 +287,12 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
         return module
 
     return wrapper
+
+
+def _raise_if_refused(call: inspect.BoundArguments) -> None:
+    if (size := call.arguments.get("intermediate_size")) in patches.refused_sizes:
+        quantization = describe.quantization_of(call.arguments.get("model_config")) or {}
+        patches.raise_if_refused(size, quantization.get("quant_algo"))
 
 
 def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, Resolution | None]:
@@ -271,6 +305,7 @@ def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, Re
     moe_cls = _without_broken_b12x(arguments["moe_cls"], trtllm)
     promoted_before = arguments["moe_cls"] is not host_class
     if not promoted_before and moe_cls is not trtllm.CutlassFusedMoE:
+        _name_cutlass(model_config, arguments)
         return moe_cls, None
     # get_moe_cls may have decided by the quantization of one layer, which the model's is not.
     quantization = {} if promoted_before else describe.quantization_of(model_config) or {}
@@ -286,6 +321,18 @@ def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, Re
     if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
         _warn_of_trtllm(model_config)
     return _our_class(), verdict
+
+
+def _name_cutlass(model_config: Any, arguments: dict[str, Any]) -> None:
+    """Say how W4A16_NVFP4 experts get our kernels. TensorRT-LLM resolves AUTO to CUTEDSL for that label (PR 16511)."""
+    with guard.bookkeeping():
+        quantization = describe.quantization_of(model_config) or {}
+        named = str(getattr(model_config, "moe_backend", "")).upper() == "CUTEDSL"
+        if not named or _rank(model_config) or describe.quant_algo(model_config.quant_config) != "W4A16_NVFP4":
+            return
+        if environment.probe(host.state()).sm in (120, 121) and _resolve(model_config, quantization, arguments).served:
+            message = "W4A16_NVFP4 experts run on moe_backend CUTEDSL, which TensorRT-LLM takes where none is set"
+            log.once(f"{message}: set moe_config.backend: CUTLASS to run decode on our kernels", logging.INFO)
 
 
 def _warn_of_trtllm(model_config: Any) -> None:

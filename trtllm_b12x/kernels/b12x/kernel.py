@@ -176,7 +176,7 @@ class B12xKernel(PlannedKernel):
             candidate.launch(arguments, scratch, table, inputs, call)
 
     def _run_candidate(self, candidate: Candidate, call: MoECall) -> torch.Tensor:
-        prepared = call.prepared(self.geometry, False)
+        prepared = call.prepared(self.geometry, False, self.weights.fc1_weight.get_device())
         self._launch_candidate(candidate, prepared)
         assert prepared.out is not None
         return prepared.out

@@ -70,6 +70,8 @@ class CudaKernel(OwnKernel):
     """By the shape of the output."""
     _gathering: dict[tuple[int, ...], _Form]
     """The same of the variant that gathers."""
+    _at: int
+    """Number of the weights' device."""
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -123,6 +125,7 @@ class CudaKernel(OwnKernel):
             *(weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input),
             *(*s.biases, *s.swiglu),
         )
+        self._at = weights.fc1_weight.get_device()
         self._tensors = *head, s.fc1_input, s.one, *tail
         layers = [
             records.Layer(
@@ -166,19 +169,23 @@ class CudaKernel(OwnKernel):
 
     def run(self, call: MoECall) -> torch.Tensor:
         x, ids, router_weights, x_sf, swizzled, given, _, logits, bias = call
-        geometry, at, out, wide, half = self.geometry, x.data_ptr(), given, False, False
+        geometry, device, at, out, wide, half = self.geometry, self._at, x.data_ptr(), given, False, False
         form, dtype = self._launches.get(x.shape), geometry.dtype
         # What hosts pass is taken as it is, checked here as ``prepared`` does: each look at a tensor takes 0.1 us.
         if (
             form is not None and logits is None and x_sf is None and x.dtype is dtype
             and ids.shape == form[0] == router_weights.shape and ids.dtype is _INT32 and router_weights.dtype is _FLOAT32
             and not at % 16 and x.is_contiguous() and ids.is_contiguous() and router_weights.is_contiguous()
-            and (out is None or (out.dtype is dtype and out.shape == x.shape and out.is_contiguous() and not out.data_ptr() % 16))
+            and device == x.get_device() == ids.get_device() == router_weights.get_device()
+            and (
+                out is None or (out.dtype is dtype and out.shape == x.shape and out.is_contiguous() and not out.data_ptr() % 16
+                                and out.get_device() == device)
+            )
         ):  # fmt: skip
             if out is None:
                 out = x.new_empty(x.shape)
         else:
-            prepared = call.prepared(geometry, self.features.quantized_input)
+            prepared = call.prepared(geometry, self.features.quantized_input, device)
             x, ids, router_weights, x_sf, swizzled, out, _, logits, bias = prepared
             assert out is not None
             at, wide, half = x.data_ptr(), ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16
@@ -189,7 +196,7 @@ class CudaKernel(OwnKernel):
             if form is None:
                 raise ValueError(f"no kernel is planned for {len(x)} tokens, only for 1 to {self.capacity}")
         _, size, launches = form
-        plan, stream = self._plan, torch._C._cuda_getCurrentRawStream(x.get_device())
+        plan, stream = self._plan, torch._C._cuda_getCurrentRawStream(device)
         # The legacy default stream, 0, cannot be captured.
         owner = size, driver.capture_of(stream) if stream and torch.cuda.is_current_stream_capturing() else 0, stream
         workspace, _ = plan.workspaces.get(owner) or self._workspace(owner)
@@ -212,6 +219,8 @@ class CudaKernel(OwnKernel):
         for old in [other for other in plan.workspaces if other[2] == stream and other[1] not in (0, capture)]:
             del plan.workspaces[old]
         size, filled = plan.workspace_bytes[tokens]
+        if capture:
+            plan.functions[tokens].keep()
 
         def make() -> torch.Tensor:
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _OVERLAP = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: a launch begins before the one ahead of it has ended."""
 _SHARED_MEMORY = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 
 class DriverError(RuntimeError):
@@ -47,12 +51,43 @@ def _call(name: str, *arguments: object) -> None:
     _check(name, getattr(_library(), name)(*arguments))
 
 
+def _context() -> ctypes.c_void_p:
+    """Return the context that is current in this thread; its value is None if there is none."""
+    context = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    return context
+
+
+@contextmanager
+def _current(library: ctypes.CDLL, context: ctypes.c_void_p) -> Iterator[None]:
+    """Make a context current in this thread for a while."""
+    _check("cuCtxPushCurrent_v2", library.cuCtxPushCurrent_v2(context))
+    try:
+        yield
+    finally:
+        library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def _unload(library: ctypes.CDLL, context: ctypes.c_void_p, module: ctypes.c_void_p) -> None:
+    """Unload a module, also while a stream is captured. In a forked process, which has no CUDA, do nothing."""
+    mode = ctypes.c_int(_RELAXED)
+    with suppress(DriverError), _current(library, context):
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        library.cuModuleUnload(module)
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 class Function:
-    """A kernel on torch's current device, whose context exists. Its module has ``threads`` and ``shared_bytes`` of a block."""
+    """A kernel on torch's current device, whose context exists. Its module has ``threads`` and ``shared_bytes`` of a block.
+
+    The module is unloaded with the function and its launchers.
+    """
 
     def __init__(self, cubin: bytes, name: str) -> None:
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._module, self._function, self._context = ctypes.c_void_p(), ctypes.c_void_p(), _context()
         _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
+        self._unloads = weakref.finalize(self, _unload, _library(), self._context, self._module)
+        self._unloads.atexit = False
         _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
         self.threads, self.shared_bytes = self.constant("threads"), self.constant("shared_bytes")
         _call("cuFuncSetAttribute", self._function, _SHARED_MEMORY, self.shared_bytes)
@@ -64,12 +99,16 @@ class Function:
         _call("cuMemcpyDtoH_v2", ctypes.byref(value), at, ctypes.c_size_t(ctypes.sizeof(value)))
         return int(value.value)
 
+    def keep(self) -> None:
+        """Leave the module loaded: a captured graph launches the kernel and may outlive this object."""
+        self._unloads.detach()
+
     def launcher(self, blocks: int, layer: ctypes.Structure, record: struct.Struct) -> Callable[..., None]:
         """Return a function that takes a stream and the values of a record, and launches with ``layer`` and that record.
 
-        The kernel waits for the one ahead of it by itself. Any thread may launch.
+        The kernel waits for the one ahead of it by itself. Any thread may launch, on any current device.
         """
-        start = _library().cuLaunchKernelEx
+        start, context = _library().cuLaunchKernelEx, self._context
         idle: list[tuple[Any, ...]] = []
 
         def slot() -> tuple[Any, ...]:
@@ -88,6 +127,10 @@ class Function:
             config.stream = stream
             fill(*values)
             code = start(config_at, function, pointers, None)
+            # A thread has no context before its first CUDA call, and another card's after ``torch.cuda.set_device``.
+            if code and _context().value != context.value:
+                with _current(_library(), context):
+                    code = start(config_at, function, pointers, None)
             idle.append(mine)
             if code:
                 _check("cuLaunchKernelEx", code)

@@ -57,7 +57,7 @@ def verify_layer(
         layer,
         served_by=next(iter(verdict.families), "cutlass"),
         reasons=[f"not {name}: {r}" if verdict.served else str(r) for name, r in verdict.refused],
-        warnings=refused_by_hosts(layer.shape, ranks.deployment),
+        warnings=refused_by_hosts(layer.shape, ranks.deployment, verdict.served),
     )
     if not verdict.served:
         if require_b12x:
