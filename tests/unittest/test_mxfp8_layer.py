@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.checkpoints import random_experts
 from tests.layers import create, host, load
 from trtllm_b12x.decision import RejectReason
 from trtllm_b12x.dispatch import crossover
+from trtllm_b12x.engines.trtllm import quantization_mxfp8
 from trtllm_b12x.tools.verify.reference import Arithmetic, MoECall, outputs
 
 pytestmark = pytest.mark.usefixtures("every_family")
@@ -90,3 +92,14 @@ def test_explain() -> None:
         verdict = trtllm_b12x.explain(host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algorithm))))
         assert verdict.families == names
         assert names or verdict.reasons == (RejectReason.QUANTIZATION,)
+
+
+def test_stacked_scales_have_gate_before_up() -> None:
+    mode = SimpleNamespace(name="FUSED_GATE_UP_PROJ")
+    module = SimpleNamespace(hidden_size=HIDDEN, intermediate_size=SIZE, weight_loading_mode=mode)
+    stacked = torch.ones(EXPERTS, HIDDEN // 32, 2 * SIZE, dtype=torch.uint8)
+    stacked[..., SIZE:] = 2
+    down = torch.full((EXPERTS, SIZE // 32, HIDDEN), 3, dtype=torch.uint8)
+    scales = quantization_mxfp8._scales(module, {"gate_up_proj_weight_scale": stacked, "down_proj_weight_scale": down}, 1)
+    found = [(tuple(scale.shape), scale.unique().tolist()) for scale in scales if scale is not None]
+    assert found == [((SIZE, HIDDEN // 32), [1]), ((SIZE, HIDDEN // 32), [2]), ((HIDDEN, SIZE // 32), [3])]

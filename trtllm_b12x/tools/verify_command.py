@@ -192,7 +192,7 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
                 line("without --original verify cannot see swapped experts, layers, or gate and up, nor weights of another model")
             for remark in source.remarks:
                 line(f"warning: {remark}")
-            line(_summary(reports, errors, status, len(source.layers)))
+            line(_summary(reports, errors, status, len(source.layers), device))
     except KeyboardInterrupt:
         line(f"interrupted: {verified} of {len(chosen)} layers were verified")
         status = "interrupted"
@@ -249,7 +249,7 @@ def _chosen(source: Checkpoint, indices: list[int] | None, sample: int | None) -
     return chosen
 
 
-def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in_all: int) -> str:
+def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in_all: int, device: str) -> str:
     served = [report for report in reports if report.served_by != "cutlass"]
     on = "+".join(dict.fromkeys(report.served_by for report in served)) or "+".join(settings.KERNELS())
     names = {report.layer.name for report in reports}
@@ -269,6 +269,8 @@ def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in
     parts.append(f"extra bytes {extra} (padding {sum(size.padding for size in sizes.values())})")
     if errors:
         parts.append(f"{len(errors)} could not be used")
+    if served and device == "cpu":
+        parts.append("computed in torch: no kernel ran")
     return f"{'PASS' if status == 'passed' else 'FAIL'}: " + ", ".join(parts)
 
 
