@@ -71,6 +71,7 @@ class Swiglu:
         (Swiglu(7.0), True, ""),
         (Swiglu(7.0, clamp_after_silu=True), True, "clamp_after_silu"),
         (Swiglu(slope=0.5), False, "slope"),
+        (Swiglu(slope=float("1")), False, ""),
     ],
 )
 def test_an_activation_that_is_not_known_whole_is_refused_by_name(activation: Swiglu, constants: bool, unknown: str) -> None:

@@ -136,7 +136,9 @@ def _activation(get: Callable[[str], Any]) -> dict[str, Any]:
 
 def _set_and_unknown(record: Any) -> Iterator[str]:
     for field in fields(record) if is_dataclass(record) else ():
-        if field.name not in _KNOWN_FIELDS and getattr(record, field.name) is not field.default:
+        value, default = getattr(record, field.name), field.default
+        same = value is default or (isinstance(value, (bool, int, float, str)) and value == default)
+        if field.name not in _KNOWN_FIELDS and not same:
             yield field.name
 
 
