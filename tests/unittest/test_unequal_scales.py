@@ -10,7 +10,10 @@ import torch
 
 from tests import layers
 from tests.checkpoints import random_experts
+from tests.clock import Clock, standing_in
+from trtllm_b12x.core import process, settings
 from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.tools.verify import kernel_calls
 from trtllm_b12x.tools.verify.reference import Arithmetic
 
@@ -107,8 +110,35 @@ def test_one_warning_names_the_first_layer(caplog: pytest.LogCaptureFixture) -> 
     (record,) = [record for record in caplog.records if "weight_scale_2" in record.message]
     assert record.levelno == logging.WARNING
     assert record.message == (
-        "MoE layer 3: gate and up have different weight_scale_2 (up to 1.5 times); our kernels apply each, CUTLASS the larger one"
+        "MoE layer 3: gate and up have different weight_scale_2 (up to 1.5 times). Our kernels apply each. TensorRT-LLM's "
+        "CUTLASS applies the larger one to both: prompts, which it serves, are wrong by up to 33%"
     )
+
+
+def test_grouped_serves_prompts_whatever_is_faster(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card that measures. A setting is obeyed."""
+    monkeypatch.setenv(settings.CROSSOVER.name, "auto")
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
+    tensors = random_experts(E, H, SIZE, up_to_gate=3.0)
+    with standing_in(Clock(lambda name, tokens: 1.0 if name == HOST else 9.0)):
+        module = layers.load(created(layer_idx=3), tensors)
+        module(*layers.inputs(module, 3, tensors))  # measures
+        for tokens in (70, 300):
+            call = layers.inputs(module, tokens, tensors)
+            assert max(layers.errors(module, *call, module(*call), tensors)) < 0.05
+        dispatch = module.backend.dispatch
+        served = [dispatch.schedule.at(tokens) for tokens in (65, 300, 8192, 8193)]
+        assert served == [dispatch.schedule.families["grouped"]] * 3 + [None]
+        (record,) = [record for record in caplog.records if "weight_scale_2" in record.message]
+        assert (record.levelno, record.message.partition("to both: ")[2]) == (
+            logging.INFO,
+            "grouped serves prompts of up to 8192 tokens instead, longer ones are wrong",
+        )
+        process.forget()
+        monkeypatch.setenv(settings.CROSSOVER.name, "64")
+        module = layers.load(created(), tensors)
+        call = layers.inputs(module, 70, tensors)
+        assert min(layers.errors(module, *call, module(*call), tensors)) > 0.1
 
 
 # ---- parameters alone ----------------------------------------------------------------------------------------------------

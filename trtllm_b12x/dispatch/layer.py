@@ -19,6 +19,8 @@ from .host_check import HostPath
 from .schedule import EVERY, HOSTS, Schedule
 from .timing import RouteSampler
 
+LIKE = 1.01
+"""Ratio up to which scales of gate and up count as equal."""
 _failures: dict[tuple[str, Geometry, str], str] = {}
 """Plans that failed for good on this rank since the last model began to load: no further layer tries them."""
 _ahead: set[tuple[Any, ...]] = set()
@@ -43,6 +45,8 @@ class LayerDispatch:
         """There is nothing more to measure."""
         self.host: host_check.Verdict | None = None
         """On the engine's own path, once it was judged."""
+        self.scale_ratio = 1.0
+        """Largest ratio of the scales of gate and up, if the engine's own path takes one for both."""
         self._errors: dict[str, str] = {}
         self._layer: Any = None
         """Geometry, weights, device and first expert."""
@@ -194,9 +198,16 @@ class LayerDispatch:
         self._heed_host()
 
     def _heed_host(self) -> None:
-        hostless = self.host is not None and self.host.wrong and settings.CROSSOVER() is None
+        wrong = (self.host is not None and self.host.wrong) or self.scale_ratio > LIKE
+        hostless = wrong and settings.CROSSOVER() is None
         if hostless != self.schedule.hostless:
             self.schedule = Schedule(self.schedule.families, self.schedule.policy, hostless)
+
+    def instead_of_host(self) -> tuple[str, int]:
+        """Return the family that serves prompts if the engine's path is wrong, and up to how many tokens; "" and 0 if none."""
+        limits = {name: kernel.capacity for name, kernel in self.schedule.families.items()} | self.waiting
+        name = next((name for name in limits if self.kernels[name].features.measured_from), "")
+        return name, limits.get(name, 0) if settings.CROSSOVER() is None else 0
 
     def drop(self) -> None:
         """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""

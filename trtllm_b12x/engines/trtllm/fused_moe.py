@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from trtllm_b12x.core import log, settings
 from trtllm_b12x.decision import RejectReason, Resolution
 from trtllm_b12x.decision.announce import announce
 from trtllm_b12x.dispatch import crossover, timing
-from trtllm_b12x.dispatch.layer import LayerDispatch
+from trtllm_b12x.dispatch.layer import LIKE, LayerDispatch
 from trtllm_b12x.dispatch.schedule import Schedule
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.geometry import LayerShape
@@ -158,14 +159,31 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             geometry, device = self._geometry(), self.w2_weight.device
             weights = self._kernel_weights()
             self._addresses = self._addresses_now()
+            self.dispatch.scale_ratio = self.scale_ratio
             if errors := self.dispatch.load(geometry, weights, device, self.slot_start, self.verdict.families):
                 self._judge(errors)  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
+            self._tell_of_halves()
             if self.apply_router_weight_on_input and self.schedule.kernels:
                 capacity = max([*(kernel.capacity for kernel in self.schedule.kernels), *self.dispatch.waiting.values()])
                 self._ones = constants.filled(1.0, (capacity, geometry.top_k), device)
         else:
             self.dispatch.drop()
         self._announce_and_record(ready=True)
+
+    def _tell_of_halves(self) -> None:
+        """Say who serves prompts if gate and up have different scales, of which CUTLASS takes the larger for both."""
+        ratio = self.scale_ratio
+        if ratio > LIKE:
+            layer, (family, limit) = f"MoE layer {getattr(self, 'layer_idx', '?')}", self.dispatch.instead_of_host()
+            prompts = f"{family} serves prompts of up to {limit} tokens instead, longer ones are wrong"
+            if not limit:
+                prompts = f"prompts, which it serves, are wrong by up to {1 - 1 / ratio:.0%}"
+            log.once(
+                f"{layer}: gate and up have different weight_scale_2 (up to {ratio:.3g} times). Our kernels apply each. "
+                f"TensorRT-LLM's CUTLASS applies the larger one to both: {prompts}",
+                logging.INFO if limit else logging.WARNING,
+                "different weight_scale_2",
+            )
 
     def plan_waiting(self) -> None:
         """Plan the families that a measurement is about to compare."""

@@ -114,14 +114,7 @@ class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod
                 logging.INFO,
                 "gate and up share fc31_alpha",
             )
-        ratio = float(torch.where(known & (smaller != larger), larger / smaller, 1.0).max())
-        if ratio > 1:
-            log.once(
-                f"{layer}: gate and up have different weight_scale_2 (up to {ratio:.3g} times); our kernels apply each, CUTLASS "
-                "the larger one",
-                key="different weight_scale_2",
-            )
-        return ratio
+        return float(torch.where(known & (smaller != larger), larger / smaller, 1.0).max())
 
     @torch.no_grad()
     def fill(self, module: Any, generator: torch.Generator) -> None:
