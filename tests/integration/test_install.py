@@ -114,9 +114,11 @@ def test_the_source_distribution_is_whole(wheel: Path, tmp_path: Path) -> None:
     subprocess.run(tests, cwd=folder, check=True, env={**os.environ, "GIT_DIR": str(tmp_path / "none")})
 
 
-def test_where_torch_is_all_there_is_decode_would_run_on_cuda(tmp_path: Path) -> None:
+def test_where_a_cpu_build_of_torch_is_all_there_is(tmp_path: Path) -> None:
+    """It brings Triton, but not NVRTC."""
     alone = Environment(tmp_path / "env")
     command = (alone.python, "-m", "trtllm_b12x", "doctor", "--target", "sm_120a")
     result = alone.run("env", "--unset=TRTLLM_B12X_KERNELS", *command)
     assert "FlashInfer    not installed" in result.stdout.splitlines()
-    assert result.stdout.splitlines()[-1] == "cuda WOULD serve decode on sm_120a"
+    assert result.stdout.splitlines()[-1] == "triton WOULD serve decode on sm_120a"
+    assert "pip install nvidia-cuda-nvrtc" in " ".join(result.stdout.split())

@@ -39,8 +39,8 @@ def probe(host: tuple[str, str] = ("none", ""), always_look: bool = False) -> En
 def _probe(hosted: bool, always_look: bool) -> Environment:
     """Probe the machine once.
 
-    The CuTe DSL payload is not loaded if b12x is not considered. Without ``always_look`` neither if it cannot serve: on another
-    card, or switched off. The server then starts without it. Files and ptxas show if Triton lacks something.
+    Without ``always_look`` the CuTe DSL payload is not loaded if b12x cannot serve: on another card, or switched off. The
+    server then starts without it. Files and ptxas show if Triton lacks something.
     """
     wheels = packages.installed(WHEELS)
     dsl = wheels.get("nvidia-cutlass-dsl")
@@ -56,7 +56,7 @@ def _probe(hosted: bool, always_look: bool) -> Environment:
     if not always_look and (facts.enabled is False or not hosted or facts.sm not in (None, 120, 121)):
         return facts
     facts = replace(facts, triton_lacks=triton.lacking(facts.sm), upcast=triton.upcast(facts.sm))
-    if "b12x" not in settings.KERNELS():
+    if not always_look and "b12x" not in settings.KERNELS():
         return facts
     facts = inspect_payload(facts)
     origin = packages.origin("flashinfer")

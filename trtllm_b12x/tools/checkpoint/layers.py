@@ -35,7 +35,6 @@ _STACKED_TENSOR = re.compile(
 )
 """All experts in one tensor, gate before up; in gpt-oss gate and up by turns, in MXFP4 as ``_blocks`` and ``_scales``.
 nvidia-modelopt 0.47 writes Llama 4 with the inner dimension first."""
-
 _PROJECTIONS = (
     {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
     {"w1": "w1", "w3": "w3", "w2": "w2"},
@@ -44,9 +43,8 @@ _PROJECTIONS = (
 )
 """Host's names of the projections to those of a checkpoint."""
 
-_STACKED_ELSEWHERE = tuple(
-    f"_proj_{kind}" for kind in ("packed", "scale", "global_scale", "input_global_scale", "zero_point", "shape")
-)
+_STACKED = ("packed", "scale", "global_scale", "input_global_scale", "zero_point", "shape")
+_STACKED_ELSEWHERE = tuple(f"_proj_{kind}" for kind in _STACKED)
 """Ends of names where compressed-tensors has all experts in one tensor."""
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
