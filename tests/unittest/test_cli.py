@@ -287,11 +287,14 @@ def test_gate_and_up_with_different_scales(tmp_path: Path, monkeypatch: pytest.M
     """b12x refuses such a layer before it is loaded; alone it leaves nothing to compare."""
     write_checkpoint(tmp_path, [random_experts(4, 256, 256, up_to_gate=1.5)], top_k=2)
     output = verify(tmp_path, "--tokens", "8,70", "--json", tmp_path / "report.json").output
-    assert "PASS: 1 of 1 MoE layers on triton+grouped" in output
+    assert re.search(
+        r"PASS, but prompts on CUTLASS are off by up to \d\d % \(gate and up have different scales\): 1 of 1", output
+    )
     triton, grouped = json.loads((tmp_path / "report.json").read_text())["layers"]
     assert (triton["served_by"], grouped["served_by"]) == ("triton", "grouped")
     assert "not b12x: UNEQUAL_SCALES" in triton["reasons"][0]
     assert triton["scale_ratio"] == pytest.approx(1.5)
+    assert min(triton["cutlass_error"], grouped["cutlass_error"]) > 0.3
     assert "up to 1.5 times" in triton["notes"][0]
     assert max(case["rel_l2_kernel"] for case in (*triton["cases"], *grouped["cases"])) < 0.005
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")

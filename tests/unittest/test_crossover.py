@@ -90,7 +90,7 @@ def test_without_anything_to_measure_on_the_fixed_threshold_holds(caplog: pytest
     assert served(module, 1, 63, 64) == [B12X, B12X, NONE]
     assert module.backend.schedule.kernels[0].capacity == 63
     (line,) = lines(caplog)
-    assert line.endswith("default, fixed: CUTLASS from 64 tokens")
+    assert line.endswith(": default: b12x 1-63, then CUTLASS")
     assert not list(tmp_path.rglob("crossover*"))
 
 
@@ -230,7 +230,7 @@ def test_a_family_that_is_alone_has_no_count_without_a_measurement(clock: Clock,
             settings.CROSSOVER,
             "80",
             [MXFP8UnquantizedReferenceKernel, MXFP8ReferenceKernel],
-            "TRTLLM_B12X_CROSSOVER=80, fixed: grouped from 80 tokens",
+            "TRTLLM_B12X_CROSSOVER=80: triton 1-79, then grouped",
         ),
     ],
 )
@@ -347,7 +347,7 @@ def test_a_number_before_all_else(clock: Clock, monkeypatch: pytest.MonkeyPatch,
     assert module.backend.schedule.kernels[0].capacity == 7
     assert served(module, 7, 8) == [B12X, NONE]
     assert not clock.asked
-    assert lines(caplog)[-1].endswith("TRTLLM_B12X_CROSSOVER=8, fixed: CUTLASS from 8 tokens")
+    assert lines(caplog)[-1].endswith("TRTLLM_B12X_CROSSOVER=8: b12x 1-7, then CUTLASS")
     monkeypatch.setenv(settings.CROSSOVER.name, "100")
     assert served(built(), 99, 100) == [B12X, NONE]
 

@@ -19,10 +19,10 @@ from tests.nvfp4_layer import random_layer
 from trtllm_b12x import status
 from trtllm_b12x.core import settings
 from trtllm_b12x.dispatch import crossover
-from trtllm_b12x.dispatch.host_check import HostPath, judge
 from trtllm_b12x.dispatch.policy import HOST
+from trtllm_b12x.dispatch.schedule import EVERY, InParts
 from trtllm_b12x.engines.trtllm.embedded import ops
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import CUTLASS, QuantizedReferenceKernel, ReferenceKernel
 from trtllm_b12x.kernels.self_test import HOST_BOUNDS, _routes_of_groups, judge_host_path
 
@@ -102,14 +102,13 @@ def test_a_wrong_host_is_found_named_and_replaced(
     (line,) = said(caplog, logging.WARNING)
     assert line.startswith("TensorRT-LLM embedded computes MoE layer ")
     assert "(8 experts, top 2, 128 x 256, Swiglu) wrongly on cpu: host, " in line
-    assert "up to 8192 tokens grouped serves instead" in line
+    assert "; grouped serves instead, unless TRTLLM_B12X_CROSSOVER is set. A similar" in line
     assert line.endswith("https://github.com/NVIDIA/TensorRT-LLM/issues/14154")
     for module in modules:
         backend = module.backend
-        families = [backend.schedule.at(tokens).features.name for tokens in (1, 40, 64, 8192)]
-        assert families == ["reference", "reference W4A16", "reference W4A4", "reference W4A4"]
-        assert backend.schedule.at(8193) is None
-        assert backend.schedule.below == 8193
+        families = [backend.schedule.at(tokens).features.name for tokens in (1, 40, 64, 8192, 8193)]
+        assert families == ["reference", "reference W4A16", *["reference W4A4"] * 3]
+        assert backend.schedule.below == EVERY
         backend.dispatch.bind(backend._kernel_weights(), backend.slot_start)  # as where weights have moved
         call = layers.inputs(module, 70, TENSORS)
         assert backend.schedule.hostless
@@ -117,16 +116,50 @@ def test_a_wrong_host_is_found_named_and_replaced(
     assert all("beyond" in text for text in status().host_paths.values())
 
 
-@pytest.mark.parametrize("ratio", [1.0, 3.0])
-def test_a_right_host_serves(ratio: float, caplog: pytest.LogCaptureFixture) -> None:
-    """Also of a checkpoint whose gate and up have a ``weight_scale_2`` each: the host was given the larger one."""
-    module = layers.load(layers.create(E, H, SIZE), random_experts(E, H, SIZE, up_to_gate=ratio))
-    module(*layers.inputs(module, 3, TENSORS))
+def test_a_right_host_serves(caplog: pytest.LogCaptureFixture) -> None:
+    module = called()
     assert not said(caplog, logging.WARNING)
     assert any(line.startswith("TensorRT-LLM's own path for 8 experts") for line in said(caplog, logging.INFO))
     assert module.backend.schedule.at(64) is None
     (text,) = status().host_paths.values()
     assert "within" in text
+
+
+def test_one_scale_for_gate_and_up_is_wrong_in_its_own_layers_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The load has said so; the judge adds by how much."""
+    module = layers.load(layers.create(E, H, SIZE), random_experts(E, H, SIZE, up_to_gate=3.0))
+    module(*layers.inputs(module, 3, TENSORS))
+    other = called()
+    assert not said(caplog, logging.WARNING)
+    assert [module.backend.schedule.path(64), other.backend.schedule.path(64)] == ["grouped", HOST]
+    assert "up to 3 times" in next(line for line in said(caplog, logging.INFO) if "weight_scale_2" in line)
+    assert module.backend.dispatch.host.wrong
+    assert not other.backend.dispatch.host.wrong
+
+
+@pytest.mark.parametrize("form", ["unquantized", "rows", "swizzled"])
+@pytest.mark.parametrize("tokens", [257, 300, 700])
+def test_longer_calls_than_are_planned_for_run_in_parts(form: str, tokens: int) -> None:
+    """An engine announces its largest batch, but a call may be longer."""
+    tensors = random_experts(E, H, SIZE, up_to_gate=3.0)
+    module = layers.load(layers.create(E, H, SIZE, max_num_tokens=300), tensors)
+    x, logits = layers.inputs(module, tokens, tensors)
+    module(x[:3], logits[:3])
+    whole = module.backend.schedule.at(tokens)
+    assert isinstance(whole, InParts) == (tokens > 300)
+    ids, router_weights = module.routing_method.apply(logits)
+    call = MoECall(x, ids, router_weights)
+    if form != "unquantized":
+        codes, scales = ops.fp4_quantize(x, module.backend.fc31_input_scale, is_sf_swizzled_layout=form == "swizzled")
+        call = call._replace(x=codes, x_sf=scales, swizzled=form == "swizzled")
+    reference = QuantizedReferenceKernel()
+    reference.plan(whole.geometry, tokens, torch.device("cpu"))
+    reference.bind(module.backend._kernel_weights())
+    expected = reference.run(call)
+    assert torch.equal(whole.run(call), expected)
+    out = torch.empty_like(x)
+    assert whole.run(call._replace(out=out)) is out
+    assert torch.equal(out, expected)
 
 
 def test_a_load_runs_two_experts_once() -> None:
@@ -219,17 +252,6 @@ def test_a_right_host_is_never_blamed(draws: int) -> None:
         results = judge_host_path(kernel.geometry, kernel.weights, 0, functools.partial(backend.run_as_the_host, like))
         assert results
         assert all(result.passed for result in results), (seed, list(map(str, results)))
-
-
-def test_weights_that_the_engine_has_changed() -> None:
-    geometry, kernels = Geometry(8, 2, 128, 128, "Swiglu"), [CUTLASS["NVFP4"]() for _ in range(2)]
-    for seed, kernel in enumerate(kernels):
-        kernel.plan(geometry, 64, torch.device("cpu"))
-        kernel.bind(random_layer(geometry, "cpu", seed).kernel_weights())
-    ours, theirs = kernels
-    for stage, weights in enumerate((theirs.weights, None)):
-        path = HostPath(theirs.run, "vLLM", "0", "a layer", weights)
-        assert judge(ours, 0, path, stage, "").wrong is (weights is None)
 
 
 class Elsewhere(QuantizedReferenceKernel):

@@ -218,7 +218,6 @@ def test_a_family_serves_up_to_its_last_count_beside_one_that_goes_on() -> None:
 def test_a_fixed_threshold() -> None:
     assert [FixedThreshold(8).select(tokens, ["a", "b"]) for tokens in (1, 7, 8)] == ["a", "a", None]
     assert FixedThreshold(8).select(1, []) is None
-    assert FixedThreshold().summary("grouped") == "default, fixed: grouped from 64 tokens"
 
 
 def test_the_summary_names_every_stretch() -> None:

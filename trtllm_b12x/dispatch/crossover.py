@@ -50,14 +50,10 @@ def _forget() -> None:
         _stage, _unmeasured = UNTUNED, False
 
 
-def _fixed_count() -> int | None:
-    count = settings.CROSSOVER()
-    return count if isinstance(count, int) else None
-
-
 def max_tokens(features: KernelFeatures, geometry: Geometry, device: torch.device) -> int:
     """Return the largest token count that a family's kernels are planned for; 0 if it is not to be planned."""
-    fixed, measurable = _fixed_count(), timing.possible(device)
+    said, measurable = settings.CROSSOVER(), timing.possible(device)
+    fixed = said if isinstance(said, int) else None
     if features.every_count:
         return EVERY
     if features.measured_from:
@@ -71,9 +67,10 @@ def max_tokens(features: KernelFeatures, geometry: Geometry, device: torch.devic
 def default_policy() -> FixedThreshold:
     """Return the policy that holds until a layer's own is decided."""
     if _unmeasured:
-        return FixedThreshold(timing.LARGEST + 1, "unmeasured", measured=True)
-    count = _fixed_count()
-    return FixedThreshold() if count is None else FixedThreshold(count, f"{settings.CROSSOVER.name}={count}")
+        return FixedThreshold(timing.LARGEST + 1, "unmeasured", measured=True, asked=True)
+    if isinstance(said := settings.CROSSOVER(), int):
+        return FixedThreshold(said, f"{settings.CROSSOVER.name}={said}", asked=True)
+    return FixedThreshold(asked=said is not None)
 
 
 @contextmanager
@@ -118,8 +115,8 @@ def paths_of(schedules: Sequence[Schedule], host: TimedPath | None) -> dict[str,
 
 def ensure_measured(
     schedule: Schedule, device: torch.device, paths: Paths, sample_routes: RouteSampler, host: str
-) -> tuple[Schedule, bool]:
-    """Return the schedule with the policy of its geometry, which is decided if need be, and whether it is final at this stage.
+) -> tuple[DispatchPolicy, bool]:
+    """Return the policy of the schedule's geometry, which is decided if need be, and whether it is final at this stage.
 
     ``paths`` is asked for only if they are to be measured; what one raises then is raised. Times are stored by ``host``, the
     name of the host's generation.
@@ -127,9 +124,9 @@ def ensure_measured(
     geometry = schedule.kernels[0].geometry
     if not timing.possible(device):
         _log(schedule)
-        return schedule, True
+        return schedule.policy, True
     if not schedule.settled:
-        return schedule, False
+        return schedule.policy, False
     stage = TUNED if schedule.base else _stage  # the host tunes nothing for kernels of ours
     now, before = ((geometry, tuple(schedule.families), str(device), at) for at in (stage, UNTUNED))
     with _lock:
@@ -139,28 +136,28 @@ def ensure_measured(
             # Stays if the measurement fails: the geometry's other layers do not try.
             _policies[now] = _policies.get(before) or default_policy()
             policy = _policies[now] = _policy(schedule, device, stage == TUNED, paths, sample_routes, host)
-            _log(Schedule(schedule.families, policy))
+            _log(Schedule(schedule.families, policy, schedule.hostless))
         policy = policy or _policies.get(before)
     if policy is not None:
-        return Schedule(schedule.families, policy), final
+        return policy, final
     log.once(
         f"{geometry}: a CUDA graph is captured before any eager call: it keeps {schedule.summary}; nothing is measured yet, "
         "and the engine's own path is not judged"
     )
-    return schedule, False
+    return schedule.policy, False
 
 
 def _policy(
     schedule: Schedule, device: torch.device, tuned: bool, paths: Paths, sample_routes: RouteSampler, host: str
 ) -> DispatchPolicy:
     """Decide in this order: a fixed setting, a file that the setting names, stored times, a measurement, the default."""
-    if _fixed_count() is not None:
-        return default_policy()
     file, geometry = settings.CROSSOVER(), schedule.kernels[0].geometry
+    if isinstance(file, int):
+        return default_policy()
     key, tuned_key = (key_of(geometry, device, schedule, host, stage) for stage in (tuned, True))
     if isinstance(file, Path):
         try:
-            return MeasuredPolicy(store.load_file(file, key), f"{settings.CROSSOVER.name}={file}")
+            return MeasuredPolicy(store.load_file(file, key), f"{settings.CROSSOVER.name}={file}", asked=True)
         except ValueError as error:
             log.once(f"{settings.CROSSOVER.name} has no table for {geometry}: {error}; the card is asked")
     for stored_key in (tuned_key,) if tuned else (tuned_key, key):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
 
 from . import crossover, host_check
 from .host_check import HostPath
+from .policy import DispatchPolicy
 from .schedule import EVERY, HOSTS, Schedule
 from .timing import RouteSampler
 
@@ -46,7 +48,7 @@ class LayerDispatch:
         self.host: host_check.Verdict | None = None
         """On the engine's own path, once it was judged."""
         self.scale_ratio = 1.0
-        """Largest ratio of the scales of gate and up, if the engine's own path takes one for both."""
+        """Largest ratio of the scales of gate and up, if the engine's own path takes one for both. To be set before a load."""
         self._errors: dict[str, str] = {}
         self._layer: Any = None
         """Geometry, weights, device and first expert."""
@@ -86,9 +88,8 @@ class LayerDispatch:
                 self.waiting[name] = limit
             else:
                 self._add(name, limit, bound, errors)
-        self.schedule, self.detached, self._stage = Schedule(bound, policy), HOSTS, -1
+        self.schedule, self.detached, self._stage = Schedule(bound, policy, self._wrong_host), HOSTS, -1
         self.decided, self._errors = False, errors
-        self._heed_host()
         self._compile_ahead(self.waiting, geometry, device)
         if bound and not self.schedule.base:
             host_check.prepare(geometry, weights, device)
@@ -104,8 +105,7 @@ class LayerDispatch:
             self.waiting = {}
             for name, limit in waiting.items():
                 self._add(name, limit, bound, errors)
-            self.schedule = Schedule({name: bound[name] for name in self.kernels if name in bound}, self.schedule.policy)
-            self._heed_host()
+            self._schedule({name: bound[name] for name in self.kernels if name in bound}, self.schedule.policy)
         return self._errors | errors if errors else {}
 
     def _add(self, name: str, limit: int, bound: dict[str, Kernel], errors: dict[str, str]) -> None:
@@ -159,7 +159,7 @@ class LayerDispatch:
         self._layer = geometry, weights, device, first_expert
         for kernel in self.schedule.kernels:
             kernel.bind(weights, first_expert)
-        self.schedule = Schedule(self.schedule.families, self.schedule.policy, self.schedule.hostless)  # with their forms
+        self._schedule(self.schedule.families, self.schedule.policy)  # with their forms
 
     def should_measure(self) -> bool:
         """Return whether ``measure`` has something to decide at this stage of the process."""
@@ -179,8 +179,8 @@ class LayerDispatch:
     def measure(self, device: torch.device, paths: crossover.Paths, sample_routes: RouteSampler, host: str) -> None:
         """Take the policy of the layer's geometry, which is measured if need be; see ``crossover.ensure_measured``."""
         stage = crossover.stage()
-        self.schedule, final = crossover.ensure_measured(self.schedule, device, paths, sample_routes, host)
-        self._heed_host()
+        policy, final = crossover.ensure_measured(self.schedule, device, paths, sample_routes, host)
+        self._schedule(self.schedule.families, policy)
         if final:
             self._stage, self.decided = stage, stage == crossover.TUNED
 
@@ -188,26 +188,42 @@ class LayerDispatch:
         """Judge the engine's own path. If it is wrong, kernels serve the counts that it would, as far as they can."""
         if self.schedule.base or not self.schedule.settled or torch.cuda.is_current_stream_capturing():
             return
-        families = self.schedule.families
-        served_by = next((name for name, kernel in families.items() if kernel.features.measured_from), "+".join(families))
-        last, switch = max(kernel.capacity for kernel in families.values()), settings.CROSSOVER
-        instead = f"up to {last} tokens {served_by} serves instead, unless {switch.name} is set; longer calls stay with it"
-        if switch() is not None:
-            instead = f"it serves nevertheless, as {switch.name} says"
-        self.host = host_check.judge(self.schedule.kernels[0], self._layer[3], path, crossover.stage(), instead)
-        self._heed_host()
+        name, last = self._instead()
+        instead = f"{name} serves instead, up to {last} tokens; longer calls stay with it"
+        if self.schedule.policy.asked:
+            instead = f"it serves nevertheless, as {settings.CROSSOVER.name} says"
+        elif last == EVERY:
+            instead = f"{name} serves instead, unless {settings.CROSSOVER.name} is set"
+        one_scale = self.scale_ratio > LIKE
+        self.host = host_check.judge(self.schedule.kernels[0], self._layer[3], path, crossover.stage(), instead, one_scale)
+        self._schedule(self.schedule.families, self.schedule.policy)
 
-    def _heed_host(self) -> None:
-        wrong = (self.host is not None and self.host.wrong) or self.scale_ratio > LIKE
-        hostless = wrong and settings.CROSSOVER() is None
-        if hostless != self.schedule.hostless:
-            self.schedule = Schedule(self.schedule.families, self.schedule.policy, hostless)
+    def _schedule(self, families: Mapping[str, Kernel], policy: DispatchPolicy) -> None:
+        self.schedule = Schedule(families, policy, self._wrong_host)
 
-    def instead_of_host(self) -> tuple[str, int]:
-        """Return the family that serves prompts if the engine's path is wrong, and up to how many tokens; "" and 0 if none."""
+    @property
+    def _wrong_host(self) -> bool:
+        return (self.host is not None and self.host.wrong) or self.scale_ratio > LIKE
+
+    def _instead(self) -> tuple[str, int]:
+        """Return what serves if the engine's path is wrong, and up to how many tokens: ``EVERY`` by a family for prompts."""
         limits = {name: kernel.capacity for name, kernel in self.schedule.families.items()} | self.waiting
         name = next((name for name in limits if self.kernels[name].features.measured_from), "")
-        return name, limits.get(name, 0) if settings.CROSSOVER() is None else 0
+        return (name, EVERY) if name else ("+".join(limits), max(limits.values(), default=0))
+
+    def tell_of_halves(self, layer: str, host: str) -> None:
+        """Say who serves prompts if gate and up have different scales and ``host``, the engine's path, takes one for both."""
+        ratio, (name, last) = self.scale_ratio, self._instead()
+        if ratio <= LIKE or not self.schedule.kernels:
+            return
+        served = last == EVERY and not self.schedule.policy.asked
+        wrong = f"prompts, which it serves, are off by a factor of up to {ratio:.3g}"
+        log.once(
+            f"{layer}: gate and up have different weight_scale_2 (up to {ratio:.3g} times). Our kernels apply each. "
+            f"{host}: {f'{name} serves prompts instead' if served else wrong}",
+            logging.INFO if served else logging.WARNING,
+            "different weight_scale_2",
+        )
 
     def drop(self) -> None:
         """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""

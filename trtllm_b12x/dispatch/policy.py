@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 HOST = "host"
 """The host's path, with its quantization of the input. If the host has none, the family that serves every count."""
@@ -23,8 +23,6 @@ COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 
 """Token counts that are measured, as far as a kernel serves them; 10 because ``cuda`` gathers routes from 9 on."""
 
 Rows = Mapping[int, Mapping[str, float]]
-
-
 LARGEST = 8192
 """Largest token count that is measured."""
 _LONGEST_US = 1e9
@@ -34,17 +32,19 @@ _LONGEST_US = 1e9
 class FixedThreshold:
     """The first family serves fewer than ``first`` tokens, the host the rest."""
 
-    def __init__(self, first: int = DEFAULT_CROSSOVER, source: str = "default", measured: bool = False) -> None:
-        """``measured``: families that serve only where they were measured take part."""
-        self.first, self.source, self.measured = first, source, measured
+    def __init__(
+        self, first: int = DEFAULT_CROSSOVER, source: str = "default", measured: bool = False, asked: bool = False
+    ) -> None:
+        """Take the threshold, and whose word it is.
+
+        ``measured``: families that serve only where they were measured take part. ``asked``: the user's setting says so, and is
+        obeyed even if the host's path is wrong.
+        """
+        self.first, self.source, self.measured, self.asked = first, source, measured, asked
 
     def select(self, tokens: int, serving: Sequence[str]) -> str | None:
         """Return one of ``serving``, the families that serve so many tokens in order of preference, or None for the host."""
         return serving[0] if serving and tokens < self.first else None
-
-    def summary(self, base: str = "CUTLASS") -> str:
-        """Say where the policy comes from and what it chooses. ``base`` is the host's path, or the family in its place."""
-        return f"{self.source}, fixed: {base} from {self.first} tokens"
 
 
 class Timings:
@@ -94,9 +94,9 @@ class MeasuredPolicy:
 
     measured = True
 
-    def __init__(self, timings: Timings, source: str) -> None:
-        """``source``: "measured in 1.2 s", "stored", or the setting that named a file."""
-        self.timings, self.source = timings, source
+    def __init__(self, timings: Timings, source: str, asked: bool = False) -> None:
+        """``source``: "measured in 1.2 s", "stored", or the setting that named a file, which the user ``asked`` for."""
+        self.timings, self.source, self.asked = timings, source, asked
 
     def select(self, tokens: int, serving: Sequence[str]) -> str | None:
         first, second, weight = self.timings.around(tokens)
@@ -115,25 +115,34 @@ class MeasuredPolicy:
                 times[name] = best / near[HOST] * far[name] / _best(far, family)
         return fastest(times)
 
-    def ranges(self, max_tokens: int, serving: Mapping[str, int]) -> list[tuple[int, int, str]]:
-        """Return (first count, last count, path) of each stretch. ``serving`` has the largest count of each family."""
-
-        def path(tokens: int) -> str:
-            return self.select(tokens, [family for family, last in serving.items() if tokens <= last]) or HOST
-
-        stretches = [(name, list(counts)) for name, counts in itertools.groupby(range(1, max_tokens + 1), path)]
-        return [(counts[0], counts[-1], name) for name, counts in stretches]
+    def ranges(self, max_tokens: int, serving: Mapping[str, int]) -> list[Stretch]:
+        """Return the stretches of counts. ``serving`` has the largest count of each family."""
+        return stretches(lambda n: self.select(n, [family for family, last in serving.items() if n <= last]) or HOST, max_tokens)
 
     def summary(self, base: str = "CUTLASS") -> str:
+        """Say where the times come from and what they choose. ``base`` is the host's path, or the family in its place."""
         largest: dict[str, int] = {}
         for tokens, paths in self.timings.rows.items():
             largest.update(dict.fromkeys(paths, tokens))
         largest.pop(HOST, None)
-        stretches = self.ranges(max(largest.values(), default=0), largest)
-        if stretches and stretches[-1][2] == HOST:
-            stretches.pop()
-        parts = [f"{base if name == HOST else name} {first}-{last}" for first, last, name in stretches]
-        return f"{self.source}: {', '.join([*parts, f'then {base}'] if parts else [base])}"
+        return described(self.source, self.ranges(max(largest.values(), default=0), largest), base)
+
+
+Stretch = tuple[int, int, str]
+"""First count, last count, and the path that serves them all."""
+
+
+def stretches(path: Callable[[int], str], last: int) -> list[Stretch]:
+    """Return the stretches of the counts from 1 to ``last`` by the path of each."""
+    groups = [(name, list(counts)) for name, counts in itertools.groupby(range(1, last + 1), path)]
+    return [(counts[0], counts[-1], name) for name, counts in groups]
+
+
+def described(source: str, found: Sequence[Stretch], base: str) -> str:
+    """Say whose word it is and what serves which counts. ``base`` serves ``HOST``'s, and those beyond the last."""
+    ours = found[:-1] if found and found[-1][2] == HOST else found
+    parts = [f"{base if name == HOST else name} {first}-{last}" for first, last, name in ours]
+    return f"{source}: {', '.join([*parts, f'then {base}'] if parts else [base])}"
 
 
 def _best(times: Mapping[str, float], family: str) -> float:

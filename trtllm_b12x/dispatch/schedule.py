@@ -1,16 +1,18 @@
-"""Map a token count to the kernel that serves it, or to the host."""
+"""Map a token count to what serves it: a kernel, a kernel in parts, or the host."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .policy import DEFAULT_CROSSOVER, DispatchPolicy, FixedThreshold, MeasuredPolicy
+from .policy import DEFAULT_CROSSOVER, HOST, DispatchPolicy, FixedThreshold, MeasuredPolicy, described, stretches
 
 if TYPE_CHECKING:
+    import torch
+
     from trtllm_b12x.decision import KernelFeatures
-    from trtllm_b12x.kernels import Kernel
+    from trtllm_b12x.kernels import Kernel, MoECall
 
 EVERY = 2**31 - 1
 """Capacity of a family that serves calls of any size."""
@@ -26,21 +28,42 @@ def default_crossover(top_k: int = 1, families: Iterable[KernelFeatures] = (), f
     return min(first, max(limits, default=first))
 
 
+class InParts:
+    """A call of more tokens than a kernel is planned for, part by part."""
+
+    def __init__(self, kernels: Sequence[Kernel], tokens: int) -> None:
+        """Take the kernel of each part. All parts but the last have ``tokens``, a multiple of 128."""
+        self.kernels, self.tokens = kernels, tokens
+        self.features, self.geometry = kernels[0].features, kernels[0].geometry
+
+    def run(self, call: MoECall) -> torch.Tensor:
+        """Run the parts one after the other. They share ``call.scratch``."""
+        whole, out = call.x.shape[0], call.out
+        if out is None:
+            out = call.x.new_empty(whole, self.geometry.hidden_size, dtype=self.geometry.dtype)
+        for number, kernel in enumerate(self.kernels):
+            first = number * self.tokens
+            part = call.of_tokens(first, min(first + self.tokens, whole))
+            kernel.run(part._replace(out=out[first : first + self.tokens]))
+        return out
+
+
 class Schedule:
     """The bound kernels of one layer and the policy that chooses among them and the host."""
 
-    def __init__(self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None, hostless: bool = False) -> None:
-        """``hostless``: the host's path is wrong; where the policy names it, the last family that serves the count does."""
-        self.families, self.hostless = families, hostless
+    def __init__(self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None, wrong_host: bool = False) -> None:
+        """``wrong_host``: the host's path is known to be wrong."""
+        self.families, self.policy = families, policy or FixedThreshold()
         self.kernels = tuple(families.values())
-        self.policy = policy or FixedThreshold()
         self.base = next((name for name, kernel in families.items() if kernel.features.every_count), "")
         """The family that serves calls of any size if the host has no path, else empty."""
+        self.hostless = wrong_host and not self.policy.asked
+        """Where the policy names the host, the last family that serves the count does. What the user asked for is obeyed."""
         by_form = isinstance(self.policy, MeasuredPolicy)
         paths = self.forms if by_form else families
         self.chosen = {n: kernel for n, kernel in paths.items() if self.policy.measured or not kernel.features.measured_from}
         """What the policy chooses from: kernels in the forms that were measured, or families; some wait for a measurement."""
-        self._cache: dict[int, Kernel | None] = {}
+        self._cache: dict[int, Kernel | InParts | None] = {}
 
     @functools.cached_property
     def forms(self) -> Mapping[str, Kernel]:
@@ -48,20 +71,44 @@ class Schedule:
         families = self.families.items()
         return {f"{name} {what}".rstrip(): form for name, kernel in families for what, form in kernel.forms().items()}
 
-    def at(self, tokens: int) -> Kernel | None:
-        """Return the kernel that serves so many tokens, or None if the host does."""
+    def at(self, tokens: int) -> Kernel | InParts | None:
+        """Return what serves so many tokens, or None if the host does."""
         return self._cache[tokens] if tokens in self._cache else self._select(tokens)
 
-    def _select(self, tokens: int) -> Kernel | None:
-        name = self.policy.select(tokens, [name for name, kernel in self.chosen.items() if kernel.serves(tokens)])
-        kernel = self.chosen.get(name) if name else self.families.get(self.base)
-        if kernel is None and self.hostless:
-            kernel = next((k for k in reversed(self.kernels) if k.serves(tokens)), None)
-        if kernel is not None and not kernel.serves(tokens):
-            kernel = None
+    def _select(self, tokens: int) -> Kernel | InParts | None:
+        found: Kernel | InParts | None = self._named(tokens, lambda kernel: kernel.serves(tokens))[1]
+        if found is None and self.hostless:
+            found = self._in_parts(tokens)
         if self.settled:
-            self._cache[tokens] = kernel
-        return kernel
+            self._cache[tokens] = found
+        return found
+
+    def _named(self, tokens: int, serves: Callable[[Kernel], bool]) -> tuple[str, Kernel | None]:
+        """Return the name of what serves so many tokens and its kernel; ``HOST`` and None for the host.
+
+        The policy's word holds. Where it names the host, and that has no path, the family that serves every count takes its
+        place; where the host is wrong, the last family that serves the count does.
+        """
+        name = self.policy.select(tokens, [name for name, kernel in self.chosen.items() if serves(kernel)])
+        if name:
+            return name, self.chosen[name]
+        others = [self.base] if self.base else [*self.families][::-1] if self.hostless else []
+        return next(((name, self.families[name]) for name in others if serves(self.families[name])), (HOST, None))
+
+    def _in_parts(self, tokens: int) -> InParts | None:
+        """Return how the family for prompts serves more tokens than it is planned for, if it does."""
+        size = self._part
+        if not size or tokens <= size:
+            return None
+        step = -(-tokens // -(-tokens // size) // 128) * 128  # all parts about as long
+        parts = [self.at(min(step, tokens - first)) for first in range(0, tokens, step)]
+        kernels = [part for part in parts if part is not None and not isinstance(part, InParts)]
+        return InParts(kernels, step) if len(kernels) == len(parts) else None
+
+    @property
+    def _part(self) -> int:
+        """Largest part of a longer call, in tokens: a multiple of 128, as scales of quantized input lie. 0 if there is none."""
+        return max((k.capacity // 128 * 128 for k in self.kernels if k.features.measured_from), default=0) if self.hostless else 0
 
     @property
     def settled(self) -> bool:
@@ -72,25 +119,27 @@ class Schedule:
         """Return whether a kernel serves every count from 1 to ``max_tokens``."""
         return bool(self.kernels) and all(self.at(tokens) is not None for tokens in range(1, max_tokens + 1))
 
+    def path(self, tokens: int) -> str:
+        """Return the name of what serves so many tokens, ``HOST`` for the host, once every kernel is tested."""
+        settled = self.settled
+        return self._named(tokens, lambda kernel: kernel.serves(tokens) if settled else tokens <= kernel.capacity)[0]
+
     @property
     def below(self) -> int:
         """First token count from which the host serves every call; ``EVERY`` if it serves none."""
-        if self.base:
+        if self.base or self._part:
             return EVERY
-        if self.hostless:
-            return 1 + max(kernel.capacity for kernel in self.kernels)
-        forms = {name: kernel for name, kernel in self.chosen.items() if not kernel.features.every_count}
-        for tokens in range(max((kernel.capacity for kernel in forms.values()), default=0), 0, -1):
-            serving = [n for n, kernel in forms.items() if (kernel.serves(tokens) if self.settled else tokens <= kernel.capacity)]
-            if self.policy.select(tokens, serving):
-                return tokens + 1
-        return 1
+        largest = max((kernel.capacity for kernel in self.kernels), default=0)
+        return 1 + next((tokens for tokens in range(largest, 0, -1) if self.path(tokens) != HOST), 0)
 
     @property
     def summary(self) -> str:
+        """Say whose word it is and what serves which counts."""
         if len(self.families) == 1 and self.base:
             return f"{self.base} at every count"
-        return self.policy.summary(self.base or "CUTLASS")
+        largest = max((kernel.capacity for kernel in self.kernels if not kernel.features.every_count), default=0)
+        then = next((f"{n} in parts" for n, k in self.families.items() if self._part and k.features.measured_from), "CUTLASS")
+        return described(self.policy.source, stretches(self.path, largest), self.base or then)
 
     @property
     def limited(self) -> str:

@@ -161,15 +161,15 @@ class NVFP4Weights(Weights):
     group_size = BLOCK_SIZE
     packed = 2
 
-    def half_alphas(self, expert: int) -> torch.Tensor:
-        """Return the alphas ``(2,)`` of up and gate of a local expert.
+    def half_alphas(self, experts: int | slice) -> torch.Tensor:
+        """Return the alphas of up and gate of local experts, ``(2,)`` of one, ``(2, n)`` of several.
 
         Recorded alphas count while the larger one is ``fc1_alpha``. Otherwise somebody has replaced that parameter since, and
         it holds for both halves, as in TensorRT-LLM.
         """
-        alpha = self.fc1_alpha[expert]
-        recorded = alpha.expand(2) if self.fc1_half_alphas is None else self.fc1_half_alphas[:, expert]
-        return torch.where(recorded.max() == alpha, recorded, alpha)
+        alpha = self.fc1_alpha[experts]
+        recorded = alpha.expand(2, *alpha.shape) if self.fc1_half_alphas is None else self.fc1_half_alphas[:, experts]
+        return torch.where(recorded.amax(0) == alpha, recorded, alpha)
 
     def typical_input(self) -> float:
         """Return a quarter of the calibrated range, which is 6 * 448 of the input scale."""

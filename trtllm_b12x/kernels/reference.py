@@ -135,14 +135,15 @@ class ReferenceKernel(Kernel):
     def each_expert(self, x: torch.Tensor) -> torch.Tensor:
         """Return what each of the first n local experts makes of a token of its own: float32 ``(n, H)`` of ``x (n, H)``.
 
-        Several experts at a time, without synchronizing. Gate and up have one alpha, ``fc1_alpha``.
+        Several experts at a time, without synchronizing.
         """
         g, w, extra, count = self.geometry, self.weights, self.weights.epilogue, len(x)
         w.derive()
         alphas: tuple[Any, Any] = (1.0, 1.0)
         divisors: tuple[Any, Any] = (None, None)
         if isinstance(w, NVFP4Weights):
-            alphas = w.fc1_alpha[:count].unsqueeze(1), w.fc2_alpha[:count].unsqueeze(1)
+            halves = w.half_alphas(slice(count)).T if g.gated else w.fc1_alpha[:count].unsqueeze(1)
+            alphas = halves.repeat_interleave(g.intermediate_size, 1), w.fc2_alpha[:count].unsqueeze(1)
             divisors = w.fc1_divisor[:count].unsqueeze(1), w.fc2_divisor[:count].unsqueeze(1)
             if not self.quantizes:
                 alphas, divisors = tuple(a / d for a, d in zip(alphas, divisors, strict=True)), (None, None)  # type: ignore[assignment]
@@ -163,10 +164,9 @@ class ReferenceKernel(Kernel):
                 return values.float()
             return self._quantized(values, None if divisor is None else divisor.unsqueeze(2))
 
-        fc1 = self._rounded(product("fc1_weight", inputs(x, divisors[0]), g.hidden_size) * alphas[0])
+        fc1 = self._rounded(w.ordered(product("fc1_weight", inputs(x, divisors[0]), g.hidden_size), 1) * alphas[0])
         if extra.fc1_bias is not None:
-            fc1 = fc1 + extra.fc1_bias[:count].float()
-        fc1 = w.ordered(fc1, 1)
+            fc1 = fc1 + w.ordered(extra.fc1_bias[:count], 1).float()
         constants = [tensor[:count].unsqueeze(1) for tensor in extra.swiglu(g.num_experts, fc1.device)] if g.gated else []
         inner = activate(g.activation, *fc1.split(g.intermediate_size, dim=1), *constants).to(g.dtype)
         fc2 = self._rounded(product("fc2_weight", inputs(inner, divisors[1]), g.intermediate_size) * alphas[1])

@@ -158,7 +158,7 @@ def run_quick_self_test(
     if kernel.features.quantized_input and weights.input_scales.fc31_input_scale.numel() == 1:
         # A host has one input scale for all experts where it quantizes for them.
         (call,), _ = drawn[sizes[-1]]
-        call = _rows(call, slice(-_QUANTIZED_TOKENS, None))
+        call = call.of_tokens(max(0, len(call.x) - _QUANTIZED_TOKENS), len(call.x))
         x = call.x
         generator = torch.Generator(x.device).manual_seed(0)
         drawn_bytes: dict[str, Any] = {"generator": generator, "dtype": torch.uint8, "device": x.device}
@@ -178,8 +178,9 @@ def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run
     """Compare an engine's path with CUTLASS's arithmetic in torch, in calls of ``HOST_TOKENS`` that reach every local expert.
 
     A token has one expert that counts, and others with a router weight of zero. In the last call of each size all count alike,
-    so that the sum over routes is judged too. ``weights`` are as our kernels read them; the engine has one ``weight_scale_2``
-    for gate and up, the larger one. Return None if they are all zero or not finite.
+    so that the sum over routes is judged too. ``weights`` are as our kernels read them, with the scales of the checkpoint: an
+    engine that has one ``weight_scale_2`` for gate and up is as wrong as they differ. Return None if they are all zero or not
+    finite.
     """
     experts, top_k, device = geometry.num_experts, geometry.top_k, weights.device
     with torch.device("cpu"):
@@ -267,16 +268,9 @@ def _draw(
     drawn, first = {}, 0
     for tokens, part in zip(sizes, routes, strict=True):
         end = first + len(part)
-        rows = [slice(start, start + tokens) for start in range(first, end, tokens)]
-        drawn[tokens] = [_rows(whole, row) for row in rows], expected[first:end]
+        drawn[tokens] = [whole.of_tokens(start, start + tokens) for start in range(first, end, tokens)], expected[first:end]
         first = end
     return drawn
-
-
-def _rows(call: MoECall, rows: slice) -> MoECall:
-    """Return some tokens of a call."""
-    names = ("x", "ids", "router_weights") if call.router_logits is None else ("x", "router_logits")
-    return call._replace(**{name: getattr(call, name)[rows] for name in names})
 
 
 def _logits(geometry: Geometry, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -271,7 +271,10 @@ def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in
         parts.append(f"{len(errors)} could not be used")
     if served and device == "cpu":
         parts.append("computed in torch: no kernel ran")
-    return f"{'PASS' if status == 'passed' else 'FAIL'}: " + ", ".join(parts)
+    verdict = "PASS" if status == "passed" else "FAIL"
+    if off := [report.cutlass_error for report in served if report.cutlass_error is not None]:
+        verdict += f", but prompts on CUTLASS are off by up to {100 * max(off):.0f} % (gate and up have different scales)"
+    return f"{verdict}: " + ", ".join(parts)
 
 
 # ---- table and JSON report -----------------------------------------------------------------------------------------------

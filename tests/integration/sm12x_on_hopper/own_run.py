@@ -336,7 +336,7 @@ def once(what: str, name: str, form: str) -> None:
         kept.fill_(torch.nan)
         graph.replay()
         schedule = module.backend.schedule
-        summary, families = schedule.policy.summary(), list(schedule.families)
+        summary, families = schedule.schedule.summary, list(schedule.families)
         seconds = {"load": round(loaded - begun, 2), "first call": round(measured - loaded, 2)}
         same = torch.equal(kept, first)
         print(json.dumps({"seconds": seconds, "families": families, "serves": summary, "captured": same, "warnings": said}))

@@ -730,20 +730,29 @@ class Theirs:
         ours = experts_of(self.method)
         kernel, bound = CUTLASS["NVFP4"](), ours.dispatch.schedule.kernels[0]
         kernel.plan(bound.geometry, len(x), bound.device)
-        kernel.bind(replace(bound.weights, fc1_alpha=ours.g1_alphas))
+        kernel.bind(replace(bound.weights, fc1_alpha=ours.g1_alphas, fc1_half_alphas=None))
         out.copy_(kernel.run(MoECall(x, ids, weights)) * self.factor)
 
 
-def test_experts_that_take_gates_scale_for_both_are_not_judged_wrong(
+def test_prompts_of_layers_with_scales_of_their_own_run_on_grouped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The card computes what vLLM asked it for."""
+    """Whatever is faster, where ``grouped`` takes the input scales; vLLM's experts take gate's scale for both."""
+    caplog.set_level(logging.INFO, logger="trtllm_b12x")
     config, experts = layers.config_of(*SIZES), layers.random_experts("NVFP4", SIZES[0], *SIZES[2:])
-    method, layer = layers.loaded("NVFP4", config, layers.unequal(experts, 3.0))
+    unequal = layers.unequal(experts, 0.25)
+    method, layer = layers.loaded("NVFP4", config, unequal)
     theirs, call = Theirs(method, monkeypatch), layers.routes(config, 300)
     with standing_in(Clock(lambda name, tokens: 1.0 if name == HOST else 2.0)):
-        assert layers.distance(layers.call(method, layer, *call), experts.expected(*call)) < 0.2
-    assert theirs.counts[-1] == 300
+        served = layers.call(method, layer, *call)
+        (line,) = (line for line in caplog.messages if "weight_scale_2 (up to 4 times)" in line)
+        if _CUTLASS == "FLASHINFER_CUTLASS":
+            assert layers.distance(served, unequal.expected(*call)) < 0.2
+            assert line.endswith("applies gate's to both: grouped serves prompts instead")
+        else:
+            assert layers.distance(served, experts.expected(*call)) < 0.2
+            assert line.endswith("prompts, which it serves, are off by a factor of up to 4")
+            assert theirs.counts[-1] == 300
     assert "wrongly" not in caplog.text
 
 

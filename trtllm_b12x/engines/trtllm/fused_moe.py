@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -20,8 +19,8 @@ from trtllm_b12x.core import log, settings
 from trtllm_b12x.decision import RejectReason, Resolution
 from trtllm_b12x.decision.announce import announce
 from trtllm_b12x.dispatch import crossover, timing
-from trtllm_b12x.dispatch.layer import LIKE, LayerDispatch
-from trtllm_b12x.dispatch.schedule import Schedule
+from trtllm_b12x.dispatch.layer import LayerDispatch
+from trtllm_b12x.dispatch.schedule import InParts, Schedule
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.formats.weights import Weights
@@ -162,28 +161,14 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             self.dispatch.scale_ratio = self.scale_ratio
             if errors := self.dispatch.load(geometry, weights, device, self.slot_start, self.verdict.families):
                 self._judge(errors)  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
-            self._tell_of_halves()
+            layer = f"MoE layer {getattr(self, 'layer_idx', '?')}"
+            self.dispatch.tell_of_halves(layer, "TensorRT-LLM's CUTLASS applies the larger one to both")
             if self.apply_router_weight_on_input and self.schedule.kernels:
                 capacity = max([*(kernel.capacity for kernel in self.schedule.kernels), *self.dispatch.waiting.values()])
                 self._ones = constants.filled(1.0, (capacity, geometry.top_k), device)
         else:
             self.dispatch.drop()
         self._announce_and_record(ready=True)
-
-    def _tell_of_halves(self) -> None:
-        """Say who serves prompts if gate and up have different scales, of which CUTLASS takes the larger for both."""
-        ratio = self.scale_ratio
-        if ratio > LIKE:
-            layer, (family, limit) = f"MoE layer {getattr(self, 'layer_idx', '?')}", self.dispatch.instead_of_host()
-            prompts = f"{family} serves prompts of up to {limit} tokens instead, longer ones are wrong"
-            if not limit:
-                prompts = f"prompts, which it serves, are wrong by up to {1 - 1 / ratio:.0%}"
-            log.once(
-                f"{layer}: gate and up have different weight_scale_2 (up to {ratio:.3g} times). Our kernels apply each. "
-                f"TensorRT-LLM's CUTLASS applies the larger one to both: {prompts}",
-                logging.INFO if limit else logging.WARNING,
-                "different weight_scale_2",
-            )
 
     def plan_waiting(self) -> None:
         """Plan the families that a measurement is about to compare."""
@@ -257,7 +242,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
                 sampler = host_path.route_sampler(self, self.schedule.kernels[0].geometry, device)
                 self.dispatch.measure(device, paths, sampler, _HOST.generation)
 
-    def _kernel_for(self, x: Any, x_sf: torch.Tensor | None = None) -> kernels.Kernel | None:
+    def _kernel_for(self, x: Any, x_sf: torch.Tensor | None = None) -> kernels.Kernel | InParts | None:
         """Return the kernel for this call, or None if CUTLASS serves it."""
         kernel = self.dispatch.schedule.at(x.shape[0]) if isinstance(x, _Tensor) else None
         if kernel is None or x.dtype is not (kernel.geometry.dtype if x_sf is None else torch.uint8):
@@ -312,7 +297,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             if not isinstance(x, _Tensor) and isinstance(x, _HOST.Fp4QuantizedTensor):
                 x, x_sf, swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
             kernel = self._kernel_for(x, x_sf)
-            if router_weights is None and self._ones is not None and kernel is not None:
+            if router_weights is None and self._ones is not None and kernel is not None and x.shape[0] <= len(self._ones):
                 router_weights = self._ones[: x.shape[0]]
             if kernel is None or ids is None or router_weights is None:
                 return self._unserved(x, moe_output), None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +49,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         self._own = None if self.theirs is None else self.theirs(moe_config, quant_config)
         self._scalars: weights.Scalars | None = None
         self._addresses: tuple[int, ...] = ()
-        self._first_expert = 0
+        self._first_expert, self._layer_name = 0, "a MoE layer"
         self._local: torch.Tensor | None = None
         """Local id of each global id plus 1, between two -1, if this rank's experts are not neighbors."""
         self._scratch: dict[int, int] = {}
@@ -144,17 +143,9 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             # is_global_sf_supported_for_nvfp4_backend: FlashInfer's have the largest range of all experts.
             shared = gscales is None or self.slot.backend.startswith("FLASHINFER")
             self._scalars = weights.scalars(layer, gscales, self.g1_alphas, shared)
-            self._warn_of_halves(getattr(layer, "layer_name", "a MoE layer"))
-
-    def _warn_of_halves(self, layer: str) -> None:
-        assert self._scalars is not None
-        if (ratio := weights.scale_ratio(self._scalars)) > 1.01:
-            theirs = f", vLLM's {self.slot.backend} gate's to both" if self.slot.pair else ""
-            log.once(
-                f"{layer}: gate and up have different weight_scale_2 (up to {ratio:.3g} times); our kernels apply each{theirs}",
-                logging.WARNING if self.slot.pair else logging.INFO,
-                "different weight_scale_2",
-            )
+            self._layer_name = getattr(layer, "layer_name", self._layer_name)
+            if self.slot.pair:
+                self.dispatch.scale_ratio = weights.scale_ratio(self._scalars)
 
     def apply(
         self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
@@ -248,6 +239,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             schedule = self.dispatch.schedule
             if not (schedule.kernels if self.slot.pair else schedule.base):
                 raise RuntimeError("; ".join(errors.values()) or "no family serves every count")
+            self.dispatch.tell_of_halves(self._layer_name, f"vLLM's {self.slot.backend} applies gate's to both")
         self._addresses = tensors.addresses()
 
     def _place(self, expert_map: torch.Tensor | None) -> None:
@@ -287,8 +279,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             theirs(call.x, ids if places is None else places[ids].to(ids.dtype), call.router_weights, out)
             return out
 
-        seen = replace(self.dispatch.schedule.kernels[0].weights, fc1_alpha=self.g1_alphas)  # one for gate and up
-        return HostPath(run, "vLLM", facts.version(), f"experts in {self.slot.backend}", seen)
+        return HostPath(run, "vLLM", facts.version(), f"experts in {self.slot.backend}")
 
     def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
         host = None if theirs is None else TimedPath([self._host_path(theirs).run])

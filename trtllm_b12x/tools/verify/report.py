@@ -64,6 +64,8 @@ class LayerReport:
     """The kernel reads the checkpoint's codes and block scales, and zeros in the padding."""
     scale_ratio: float = 1.0
     """Largest ratio of gate's and up's ``weight_scale_2`` of an expert. CUTLASS takes the larger one for both."""
+    cutlass_error: float | None = None
+    """Distance of what CUTLASS makes of that from float32; None if the scales are equal."""
     experts_run: int = 0
     """Experts that received a token in any case. The others are compared by their bits and scales only."""
     reference_error: float | None = None
