@@ -103,8 +103,10 @@ def shared() -> dict[str, Any]:
     kernels = [planned(2, num_experts=experts, ranks=2) for experts in (4, 4, 8)]
     spaces = [kernel.workspace for kernel in kernels]
     unplanned = ""
+    kernels[0].bind(problem.empty_layer(problem.Shape("", 4, 2, 256, GEOMETRY.intermediate_size, GEOMETRY.gated)).weights)
     try:
-        kernels[0].run(MoECall(torch.zeros(5, 256, dtype=torch.bfloat16), torch.zeros(5, 2), torch.zeros(5, 2)))
+        routes = torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
+        kernels[0].run(MoECall(torch.zeros(5, 256, dtype=torch.bfloat16), *routes))
     except ValueError as error:
         unplanned = str(error)
     variants = [kernels[0]._plan.candidates[tokens][-1].variant for tokens in (1, 2)]

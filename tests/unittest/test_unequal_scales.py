@@ -130,7 +130,7 @@ def test_grouped_serves_prompts_whatever_is_faster(caplog: pytest.LogCaptureFixt
         dispatch = module.backend.dispatch
         assert {dispatch.schedule.at(tokens) for tokens in (65, 300, 8192)} == {dispatch.schedule.families["grouped"]}
         assert isinstance(dispatch.schedule.at(8193), InParts)
-        assert dispatch.schedule.summary.endswith("stored: triton 1-63, grouped 64-8192, then grouped in parts")
+        assert dispatch.schedule.summary.endswith(": triton 1-63, grouped 64-8192, then grouped in parts")
         (record,) = [record for record in caplog.records if "weight_scale_2" in record.message]
         assert (record.levelno, record.message.partition("to both: ")[2]) == (
             logging.INFO,

@@ -140,7 +140,7 @@ def stretches(path: Callable[[int], str], last: int) -> list[Stretch]:
 
 def described(source: str, found: Sequence[Stretch], base: str) -> str:
     """Say whose word it is and what serves which counts. ``base`` serves ``HOST``'s, and those beyond the last."""
-    ours = found[:-1] if found and found[-1][2] == HOST else found
+    ours = found[:-1] if found and found[-1][2] in (HOST, base) else found
     parts = [f"{base if name == HOST else name} {first}-{last}" for first, last, name in ours]
     return f"{source}: {', '.join([*parts, f'then {base}'] if parts else [base])}"
 
