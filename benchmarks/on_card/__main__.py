@@ -93,16 +93,12 @@ def main(arguments: list[str] | None = None) -> int:
         names = ", ".join(step.name for step in steps)
         return _wrong(f"--again {' '.join(unknown)}: no such step; with these options the steps are {names}")
     out: Path = given.out.absolute()
-    try:
-        (out / "steps").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return _wrong(f"OUT {out} must be a folder that can be written ({error.strerror}); choose another one")
     left_out = sorted(name for name in os.environ if name.startswith("TRTLLM_B12X"))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM_B12X")}
     say: Callable[[str], None] = (lambda text: print(text, file=sys.stderr, flush=True)) if given.json else _say
     runner = Runner(out, 60.0 * given.timeout, say, environment)
     try:
-        facts = _card(runner)
+        facts = card.look(environment)
     except StepError as error:
         return _wrong(str(error))
     except KeyboardInterrupt:
@@ -123,6 +119,10 @@ def main(arguments: list[str] | None = None) -> int:
             "torch sees no GPU. Run this where torch.cuda.is_available() is True (trtllm-b12x doctor shows the driver); "
             "--dry-run prints the plan anywhere"
         )
+    try:
+        (out / "steps").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _wrong(f"OUT {out} must be a folder that can be written ({error.strerror}); choose another one")
     status = _ALL
     try:
         try:
@@ -174,15 +174,6 @@ def _told(step: str, record: dict[str, Any]) -> str:
         return f"done in {record['seconds']:.0f} s"
     tpot, ttft, rate = result["tpot_ms"]["p50"], result["ttft_ms"]["p50"], result["output_tokens_per_second"]
     return f"TPOT P50 {tpot:.2f} ms, TTFT P50 {ttft:.1f} ms, {rate:.1f} output tokens/s"
-
-
-def _card(runner: Runner) -> dict[str, Any]:
-    """Asked at every start: what was measured belongs to it."""
-    file = runner.path("card")
-    file.unlink(missing_ok=True)
-    runner.command("card", [sys.executable, "-m", "benchmarks.on_card.card", str(file)])
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
 
 
 def _plan(steps: list[Step], todo: list[Step], as_json: bool) -> None:

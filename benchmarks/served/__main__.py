@@ -8,13 +8,13 @@ import importlib.util
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.on_card.steps import ROOT, write_json
+from benchmarks.on_card import card
+from benchmarks.on_card.steps import StepError, write_json
 from benchmarks.served import models, report, sides
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.environment import packages
@@ -98,6 +98,14 @@ def main(arguments: list[str] | None = None) -> int:
         return _dry_run(todo, given.json)
     if why := _lacking() or _unreadable(plan):
         return _wrong(why)
+    try:
+        found = _card()
+    except StepError as error:
+        return _wrong(str(error))
+    if "card" not in found:
+        return _wrong("torch sees no GPU. Run this where torch.cuda.is_available() is True; --dry-run prints the plan anywhere")
+    if plan.tensor_parallel > found["gpus"]:
+        return _wrong(f"--tensor-parallel {plan.tensor_parallel}: torch sees {found['gpus']} GPUs; choose a smaller number")
     out: Path = given.out.absolute()
     try:
         (out / "records").mkdir(parents=True, exist_ok=True)
@@ -105,13 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
             for name in ("records", "caches"):
                 shutil.rmtree(out / name, ignore_errors=True)
             (out / "records").mkdir()
-        found = _card(out)
     except OSError as error:
         return _wrong(f"OUT {out} must be a folder that can be written ({error.strerror}); choose another one")
-    if "card" not in found:
-        return _wrong("torch sees no GPU. Run this where torch.cuda.is_available() is True; --dry-run prints the plan anywhere")
-    if plan.tensor_parallel > found["gpus"]:
-        return _wrong(f"--tensor-parallel {plan.tensor_parallel}: torch sees {found['gpus']} GPUs; choose a smaller number")
     identity = {name: found[name] for name in ("card", "versions")}
     deadline = time.monotonic() + given.seconds if given.seconds else float("inf")
 
@@ -213,15 +216,9 @@ def _unreadable(plan: sides.Plan) -> str:
     return ""
 
 
-def _card(out: Path) -> dict[str, Any]:
-    """Return card, driver and versions. A process of its own looks: one that goes on would hold GPU memory."""
-    file = out / "records" / "card.json"
-    file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.on_card.card", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+def _card() -> dict[str, Any]:
+    """Return card, driver and versions."""
+    found = card.look()
     smi = (found.get("nvidia_smi") or [{}])[0]
     result = {
         "versions": packages.versions(_PACKAGES),
@@ -230,7 +227,6 @@ def _card(out: Path) -> dict[str, Any]:
         "clocks": found["clocks"],
     }
     if "card" in found:
-        result["clocks"] = found["clocks"]
         result["card"] = {**{k: v for k, v in found["card"].items() if k != "gpu"}, "driver": smi.get("driver_version")}
     return result
 
