@@ -78,9 +78,8 @@ lint: $(VENV)/.test
 
 $(VENV)/.demo: requirements/demo.txt requirements/constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make demo PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements/demo.txt
-	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e .
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
+	$(BIN)/python -m pip install -r requirements/demo.txt -e .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo requirements/test.txt

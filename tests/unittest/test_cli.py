@@ -37,7 +37,7 @@ def verify(*arguments: Any, status: int = 0) -> Result:
 
 def report(*arguments: Any, status: int = 0) -> dict[str, Any]:
     """The JSON on standard output; the table is on standard error."""
-    result = verify(*arguments, "--json", "-", status=status)
+    result = verify(*arguments, "--json", status=status)
     assert "bounds: kernel 0.005" in result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -60,7 +60,7 @@ def test_pass(directory: Path, tmp_path: Path) -> None:
     words = r"PASS: 2 of 2 MoE layers on b12x, worst relative L2 0\.00\d+ \(bound 0\.005\), extra bytes 0 \(padding \d+\)"
     assert re.match(
         f"{words}, computed in torch: no kernel ran$",
-        last_line(verify(directory, "--require-b12x", "--json", tmp_path / "report.json")),
+        last_line(verify(directory, "--require-b12x", "--out", tmp_path / "report.json")),
     )
     found = json.loads((tmp_path / "report.json").read_text())
     assert (found["passed"], found["status"], found["trtllm_b12x"]) == (True, "passed", __version__)
@@ -172,9 +172,9 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
         ((directory, "--tp", "9" * 30), "--tp"),
         ((directory, "--sample", "0"), "--sample"),
         ((directory, "--kernels", "cutlass"), "must be one or more of cuda, b12x"),
-        ((directory, "--json", tmp_path), "it is a folder"),
-        ((directory, "--json", tmp_path / "no" / "r.json"), "its folder does not exist"),
-        ((directory, "--tokens", "1", "--json", "/dev/full"), "error: /dev/full: cannot be written"),
+        ((directory, "--out", tmp_path), "it is a folder"),
+        ((directory, "--out", tmp_path / "no" / "r.json"), "its folder does not exist"),
+        ((directory, "--tokens", "1", "--out", "/dev/full"), "error: /dev/full: cannot be written"),
         ((directory, "--original", tmp_path / "none"), "no such directory"),
         ((tmp_path / "none",), "no such directory"),
         ((directory / "config.json",), "is a file, not a folder"),
@@ -188,7 +188,7 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
 
 def test_a_layer_that_cannot_be_used_loses_no_other(directory: Path, tmp_path: Path) -> None:
     edit_tensors(directory, **{E0.replace("0.mlp", "1.mlp") + "down_proj.weight_scale_2": torch.tensor(float("nan"))})
-    result = verify(directory, "--json", tmp_path / "r.json", status=2)
+    result = verify(directory, "--out", tmp_path / "r.json", status=2)
     assert "model.layers.1.mlp.experts.0.down_proj.weight_scale_2 is nan" in result.output
     assert re.search(r"model\.layers\.0\.mlp +b12x .* ok", result.output)
     assert last_line(result).startswith("FAIL: 1 of 2 MoE layers on b12x")
@@ -205,7 +205,7 @@ def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pyte
         return verify_layer(*arguments, **options)
 
     monkeypatch.setattr(package, "verify_layer", watched)
-    verify(directory, "--json", file)
+    verify(directory, "--out", file)
     assert [(found["status"], len(found["layers"])) for found in seen] == [("running", 0), ("running", 1)]
     assert len(json.loads(file.read_text())["layers"]) == 2
 
@@ -264,7 +264,7 @@ def test_an_interrupt_that_arrives_as_another_error(directory: Path, monkeypatch
 def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_family: None) -> None:
     """Each by its own rounding points, on its own tile; what each is off unquantized activations, side by side."""
     write_checkpoint(tmp_path, [random_experts(8, 128, 192)], top_k=2)
-    output = verify(tmp_path, "--tokens", "8,70", "--require-b12x", "--json", tmp_path / "report.json").output
+    output = verify(tmp_path, "--tokens", "8,70", "--require-b12x", "--out", tmp_path / "report.json").output
     assert "PASS: 1 of 1 MoE layers on b12x+triton+grouped" in output
     b12x, triton, grouped = json.loads((tmp_path / "report.json").read_text())["layers"]
     assert (b12x["served_by"], triton["served_by"], grouped["served_by"]) == ("b12x", "triton", "grouped")
@@ -286,7 +286,7 @@ def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_fami
 def test_gate_and_up_with_different_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
     """b12x refuses such a layer before it is loaded; alone it leaves nothing to compare."""
     write_checkpoint(tmp_path, [random_experts(4, 256, 256, up_to_gate=1.5)], top_k=2)
-    output = verify(tmp_path, "--tokens", "8,70", "--json", tmp_path / "report.json").output
+    output = verify(tmp_path, "--tokens", "8,70", "--out", tmp_path / "report.json").output
     assert "PASS: 1 of 1 MoE layers on triton+grouped" in output
     triton, grouped = json.loads((tmp_path / "report.json").read_text())["layers"]
     assert (triton["served_by"], grouped["served_by"]) == ("triton", "grouped")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from trtllm_b12x.core.version import __version__
 
 # Commands import what they need only when they run, so that --help stays quick.
 from .doctor import doctor
+from .progress import UnusableError
 from .tune import tune
 from .verify_command import verify
 from .warmup import warmup
@@ -42,18 +45,27 @@ def switch() -> None:
 @click.pass_context
 def cache(ctx: click.Context) -> None:
     """Show the cache folder: CuTe DSL payloads found to load, compile results, and measured crossovers."""
+    folder = disk.directory()
     if ctx.invoked_subcommand is None:
-        folder = disk.directory()
-        click.echo(f"{folder}: {sum(size for _, size in disk.contents())} bytes" if folder else "no folder: no HOME is known")
+        with _naming(folder):
+            click.echo(f"{folder}: {sum(size for _, size in disk.contents())} bytes" if folder else "no folder: no HOME is known")
 
 
 @cache.command()
 def clear() -> None:
     """Remove the cache folder. The next process that needs its contents measures again."""
-    try:
+    with _naming(disk.directory()):
         click.echo(f"{disk.clear()} bytes removed")
+
+
+@contextmanager
+def _naming(folder: Path | None) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise click.ClickException(f"{error.filename or disk.directory()}: {error.strerror}") from error
+        if error.filename is None:  # standard output
+            raise
+        raise UnusableError(f"{folder}: {error.strerror}; remove it as its owner, or set XDG_CACHE_HOME") from error
 
 
 for command in (doctor, tune, verify, warmup):

@@ -43,7 +43,7 @@ def _targets(ctx: click.Context, param: click.Parameter, text: str) -> list[str]
     help="A model (RTX 5090, RTX PRO 6000, GB10, ...) or a number of SMs; may be repeated.  [default: all known of the target]",
 )
 @click.option("--jobs", type=click.IntRange(1, 256), help="Processes that compile.  [default: one for each core]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@options.as_json
 @click.pass_context
 def warmup(
     ctx: click.Context, dtype: str, targets: list[str], cards: tuple[str, ...], jobs: int | None, as_json: bool, **layer: Any
@@ -56,6 +56,8 @@ def warmup(
     Exit status: 0 all is in the caches, 1 a kernel could not be compiled, 2 there is nothing to compile, or nothing to compile
     with, 130 interrupted. What was compiled before an interrupt is kept.
     """
+    if cache := triton.cache_lacking():
+        raise UnusableError(f"{cache.what}; {cache.remedy}")
     shapes = {name: dataclasses.replace(shape, dtype=dtype) for name, shape in options.layer_shapes(**layer).items()}
     reports = [_fill(shapes, options.Ranks(layer["tp"], layer["ep"]), name, cards, jobs) for name in targets]
     caches = {"triton": str(triton.cache_folder()), "flashinfer": str(flashinfer.cache_folder())}
