@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
-
-import torch
+from pathlib import Path
 
 
 def require_gpu() -> None:
     """Exit with 2 and a line where there is nothing to measure on."""
+    import torch
+
     if not torch.cuda.is_available():
         print("error: this measures on a GPU, and torch sees none: run it where torch.cuda.is_available()", file=sys.stderr)
         sys.exit(2)
+
+
+def positive(text: str) -> int:
+    """Convert an argument to a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+    return int(text)
+
+
+def utf8(text: str) -> str:
+    """Return an argument that is passed on to programs and files. They take no path that is not UTF-8."""
+    if os.fsencode(text).decode(errors="replace") != text:
+        raise argparse.ArgumentTypeError(f"must be UTF-8, got {text}; rename it or choose another one")
+    return text
+
+
+def folder(text: str) -> Path:
+    """Convert the argument OUT of a benchmark that fills a folder."""
+    if os.path.lexists(utf8(text)) and not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"must be a folder, but {text} is a file; choose another one")
+    return Path(text)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import folder, positive, utf8
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.on_card import card, host, plan, recipes, refusals, report
 from benchmarks.on_card.steps import DONE, FAILED, Runner, Step, StepError
@@ -33,24 +34,28 @@ def parser() -> argparse.ArgumentParser:
         "A second start with the same OUT goes on where the first was interrupted.  "
         "Exit status: 0 all was measured, 1 the report says what was not, 2 wrong usage or no GPU, 130 interrupted.",
     )
-    made.add_argument("out", type=Path, metavar="OUT", help="folder of the report")
+    made.add_argument("out", type=folder, metavar="OUT", help="folder of the report")
     made.add_argument(
         "--engine",
         choices=list(plan.ENGINES),
         default=default_engine(),
         help="engine of the models (default: tensorrt-llm where it is installed and vLLM is not, else vllm; here %(default)s)",
     )
-    made.add_argument("--model", action="append", default=[], help="a checkpoint's folder or Hugging Face name; again for more")
-    made.add_argument("--concurrency", type=_positive, nargs="+", default=[], help="only runs with so many requests at a time")
+    made.add_argument(
+        "--model", type=utf8, action="append", default=[], help="a checkpoint's folder or Hugging Face name; again for more"
+    )
+    made.add_argument("--concurrency", type=positive, nargs="+", default=[], help="only runs with so many requests at a time")
     made.add_argument(
         "--geometry",
         action="append",
         choices=list(GEOMETRIES),
         help=f"layers to time; again for more (default: those of the models, or {', '.join(_USUAL)})",
     )
-    made.add_argument("--vllm", metavar="FOLDER", default="", help="parts of vLLM's wheel (python -m benchmarks.peers --parts)")
+    made.add_argument(
+        "--vllm", type=utf8, metavar="FOLDER", default="", help="parts of vLLM's wheel (python -m benchmarks.peers --parts)"
+    )
     made.add_argument("--no-kernels", action="store_true", help="skip the kernels: models alone")
-    made.add_argument("--timeout", type=_positive, default=90, metavar="MINUTES", help="limit for one command (default: 90)")
+    made.add_argument("--timeout", type=positive, default=90, metavar="MINUTES", help="limit for one command (default: 90)")
     made.add_argument("--again", nargs="*", metavar="STEP", help="measure all steps again, or those named")
     made.add_argument("--dry-run", action="store_true", help="print the steps and how long they may take, measure nothing")
     made.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
@@ -61,12 +66,6 @@ def default_engine() -> str:
     """Return the engine of this Python."""
     installed = [name for name, engine in plan.ENGINES.items() if importlib.util.find_spec(engine.module) is not None]
     return "tensorrt-llm" if installed == ["tensorrt-llm"] else "vllm"
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
-    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:

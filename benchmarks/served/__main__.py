@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import folder, positive, utf8
 from benchmarks.on_card import card
 from benchmarks.on_card.steps import StepError, write_json
 from benchmarks.served import models, report, sides
@@ -36,17 +37,19 @@ def parser() -> argparse.ArgumentParser:
         "installed (pip install .).  A second start with the same OUT goes on where the first was interrupted.  "
         "Exit status: 0 all was measured, 1 served.json says what was not, 2 wrong usage or no GPU, 130 interrupted.",
     )
-    made.add_argument("out", type=Path, metavar="OUT", help="folder of the results, caches and logs")
-    made.add_argument("models", nargs="+", metavar="MODEL", help="a checkpoint's folder or Hugging Face name, or a name below")
+    made.add_argument("out", type=folder, metavar="OUT", help="folder of the results, caches and logs")
+    made.add_argument(
+        "models", type=utf8, nargs="+", metavar="MODEL", help="a checkpoint's folder or Hugging Face name, or a name below"
+    )
     made.add_argument(
         "--requests", type=_counts, default=(1, 2, 4, 8, 16, 32, 64), help="requests at a time (default: 1,2,...,64)"
     )
     made.add_argument(
         "--prompts", type=_counts, default=(256, 2048, 8192), help="prompts of TTFT (default: 256,2048,8192 tokens)"
     )
-    made.add_argument("--tokens", type=_positive, default=256, help="tokens that each request decodes (default: 256)")
-    made.add_argument("--layers", type=_positive, default=0, help="layers of models with random weights (default: what fits)")
-    made.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="GPUs that share a model (default: 1)")
+    made.add_argument("--tokens", type=positive, default=256, help="tokens that each request decodes (default: 256)")
+    made.add_argument("--layers", type=positive, default=0, help="layers of models with random weights (default: what fits)")
+    made.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="GPUs that share a model (default: 1)")
     made.add_argument("--enable-expert-parallel", action="store_true", help="split the experts, not each expert, over the GPUs")
     made.add_argument(
         "--without-backend",
@@ -57,9 +60,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--attention", default="", metavar="NAME", help="vLLM's attention backend (default: its own choice)")
     made.add_argument(
-        "--parallel", type=_positive, default=1, metavar="N", help="engines that start at once; one is measured at a time"
+        "--parallel", type=positive, default=1, metavar="N", help="engines that start at once; one is measured at a time"
     )
-    made.add_argument("--seconds", type=_positive, default=0, metavar="N", help="stop after so many seconds; the rest is named")
+    made.add_argument("--seconds", type=positive, default=0, metavar="N", help="stop after so many seconds; the rest is named")
     made.add_argument("--again", action="store_true", help="measure everything again")
     made.add_argument("--dry-run", action="store_true", help="print the engines and how long they may take, measure nothing")
     made.add_argument("--json", action="store_true", help="print the plan or the result as JSON")
@@ -67,14 +70,8 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
-    return int(text)
-
-
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_positive(word) for word in text.split(",")}))
+    return tuple(sorted({positive(word) for word in text.split(",")}))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,6 +161,9 @@ def test_numbers_that_json_has_no_word_for(directory: Path) -> None:
 
 
 def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
+    folder_for_a_file = tmp_path / "damaged"
+    (folder_for_a_file / "model.safetensors").mkdir(parents=True)
+    shutil.copy(directory / "config.json", folder_for_a_file)
     for arguments, message in (
         ((directory, "--layers", "7"), "--layers 7: no MoE layer; choose from 0, 1"),
         ((directory, "--layers", "x"), "such as 1,8,60-64; got 'x'"),
@@ -180,10 +185,32 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
         ((directory / "config.json",), "is a file, not a folder"),
         (("x" * 5000,), "no such directory"),
         (("nvidia/A-Model",), "give the folder that this prints: hf download nvidia/A-Model"),
+        ((directory, "--out", directory / "config.json" / "r.json"), "config.json is a file, not a folder); choose another"),
+        ((shutil.copytree(directory, tmp_path / "\udcff"),), "\\udcff/model.safetensors: safetensors opens no path that is not"),
+        ((tmp_path / "\udcfe",), "\\udcfe: no such directory"),
+        ((directory, "--original", folder_for_a_file), "model.safetensors: is a folder, not a file; copy or export"),
     ):
         result = verify(*arguments, status=2)
         assert message in result.output
         assert isinstance(result.exception, SystemExit)
+
+
+def test_without_permission(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root has every permission, so the answers of the system are replaced."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    result = verify(directory, "--out", tmp_path / "r.json", status=2)
+    assert result.output.endswith(f"r.json: cannot be written (no permission); choose another file, or chmod u+w {tmp_path}\n")
+    result = CliRunner().invoke(main, ["warmup", str(directory), "--target", "sm_120a"], env={"TRITON_CACHE_DIR": str(tmp_path)})
+    assert result.output == f"error: Triton's cache {tmp_path} cannot be written; name another folder in TRITON_CACHE_DIR\n"
+    denied = Mock(side_effect=PermissionError(13, "Permission denied", "config.json"))
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    message = f"error: {directory / 'config.json'}: you have no permission to read it; run this as its owner, or"
+    assert message in verify(directory, status=2).output
+    monkeypatch.setattr("trtllm_b12x.core.disk.contents", denied)
+    for command in (["cache"], ["cache", "clear"]):
+        expected = f"error: {tmp_path / 'trtllm_b12x'}: Permission denied; remove it as its owner, or set XDG_CACHE_HOME\n"
+        assert CliRunner().invoke(main, command).output == expected
 
 
 def test_a_layer_that_cannot_be_used_loses_no_other(directory: Path, tmp_path: Path) -> None:
@@ -334,9 +361,15 @@ def test_what_python_cannot_do_is_one_line(code: str, stdout: str, words: str) -
     assert words in result.stderr
 
 
-@pytest.mark.parametrize("module", ["warmup", "floor", "models"])
+BENCHMARKS = "calls chain decode floor models on_card overhead peers results served starts vllm warmup"
+
+
+@pytest.mark.parametrize("module", BENCHMARKS.split())
 def test_help_of_benchmarks(module: str) -> None:
+    """It measures nothing, so it needs no GPU."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]
     result = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", "--help"], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120, cwd=Path(__file__).parents[2]
     )
-    assert "python -m benchmarks" in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "benchmarks." in result.stdout

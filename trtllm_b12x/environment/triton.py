@@ -52,7 +52,9 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
     if installed and version_tuple(installed) < OLDEST:
         return (Lacking(f"Triton {installed} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
     fault = _ptxas(sm or 0)  # its version is part of every key
-    compiled_before = glob.glob(f"{glob.escape(str(cache_folder()))}/*/cuda_utils*.so")  # the C module that Triton needs before it loads a kernel
+    compiled_before = glob.glob(
+        f"{glob.escape(str(cache_folder()))}/*/cuda_utils*.so"
+    )  # the C module that Triton needs before it loads a kernel
     return (*(() if compiled_before else tools_lacking()), *([fault] if fault is not None else ()))
 
 

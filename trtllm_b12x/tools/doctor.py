@@ -356,5 +356,7 @@ def _caches() -> list[str]:
         if folder is not None and os.path.isdir(folder):
             size = sum(os.lstat(os.path.join(path, name)).st_size for path, _, names in os.walk(folder) for name in names)
             readable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
-            lines.append(f"{folder}: {size / 1e6:.1f} MB" + ("" if readable else ", and you have no permission to read or write it"))
+            lines.append(
+                f"{folder}: {size / 1e6:.1f} MB" + ("" if readable else ", and you have no permission to read or write it")
+            )
     return lines

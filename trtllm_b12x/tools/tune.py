@@ -40,9 +40,8 @@ def tune(ctx: click.Context, as_json: bool, out: Path | None, plot_file: Path | 
     shapes = options.layer_shapes(**layer)
     expect_writable(out)
     expect_writable(plot_file)
-    if plot_file is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UnusableError("--plot needs matplotlib: pip install matplotlib")
+    if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UnusableError("--plot needs matplotlib: pip install matplotlib")
     ctx.exit(_tune(shapes, options.Ranks(layer["tp"], layer["ep"]), _gpu(), as_json, out, plot_file))
 
 

@@ -107,8 +107,8 @@ def verify(ctx: click.Context, kernels: str, **options: Any) -> None:
 
     Each layer is loaded as TensorRT-LLM loads it, once for each kernel family that serves it, run at token counts that the
     family serves, and compared with a float32 reference that dequantizes the checkpoint's own tensors. Kernels that keep
-    activations in bf16 (triton) are compared with a reference that does so too. One more case has outliers four times as large
-    as calibrated. The tokens of a case go to 16 experts. The bits and scales of every expert are compared.
+    activations in bf16 (cuda, triton) are compared with a reference that does so too. One more case has outliers four times as
+    large as calibrated. The tokens of a case go to 16 experts. The bits and scales of every expert are compared.
 
     A checkpoint alone cannot show swapped experts, layers, or gate and up, nor weights of another model. --original can.
 
