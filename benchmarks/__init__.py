@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from trtllm_b12x.core.errors import say
 
 
 def require_gpu() -> None:
@@ -15,6 +20,26 @@ def require_gpu() -> None:
     if not torch.cuda.is_available():
         print("error: this measures on a GPU, and torch sees none: run it where torch.cuda.is_available()", file=sys.stderr)
         sys.exit(2)
+
+
+def finish(main: Callable[[], int]) -> None:
+    """Run ``main`` and exit with its status. SIGTERM counts as Ctrl-C, and a standard output that is full is one line."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        status = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        say(f"error: standard output cannot be written ({error.strerror})")
+        os._exit(2)  # Python's own flush would fail again
+    sys.exit(status)
 
 
 def positive(text: str) -> int:

@@ -6,14 +6,13 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import folder, positive, utf8
+from benchmarks import finish, folder, positive, utf8
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.on_card import card, host, plan, recipes, refusals, report
 from benchmarks.on_card.steps import DONE, FAILED, Runner, Step, StepError
@@ -184,10 +183,6 @@ def _plan(steps: list[Step], todo: list[Step], as_json: bool) -> None:
     print(f"about {sum(step.minutes for step in todo):.0f} minutes, and the loads of models that are not in memory's cache")
 
 
-def _as_interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def _say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
@@ -198,5 +193,4 @@ def _wrong(text: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    sys.exit(main())
+    finish(main)

@@ -7,13 +7,12 @@ import importlib.metadata
 import importlib.util
 import json
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import folder, positive, utf8
+from benchmarks import finish, folder, positive, utf8
 from benchmarks.on_card import card
 from benchmarks.on_card.steps import StepError, write_json
 from benchmarks.served import models, report, sides
@@ -239,18 +238,10 @@ def _dry_run(todo: list[sides.Step], as_json: bool) -> int:
     return _ALL
 
 
-def _as_interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def _wrong(text: str) -> int:
     print(f"error: {text}", file=sys.stderr)
     return _NOTHING
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # before anything is measured
-        sys.exit(_INTERRUPTED)
+    finish(main)

@@ -351,10 +351,14 @@ def test_ranks_that_divide_no_layer_are_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "stdout", "words"),
-    [("", "/dev/full", "standard output cannot be written"), ("sys.modules['click'] = None", "/dev/null", "pip install click")],
+    [
+        ("from trtllm_b12x.__main__ import main; main()", "/dev/full", "standard output cannot be written"),
+        ("import benchmarks; benchmarks.finish(lambda: print('text') or 0)", "/dev/full", "standard output cannot be written"),
+        ("sys.modules['click'] = None; from trtllm_b12x.__main__ import main; main()", "/dev/null", "pip install click"),
+    ],
 )
 def test_what_python_cannot_do_is_one_line(code: str, stdout: str, words: str) -> None:
-    program = f"import sys; sys.argv[1:] = ['switch']; {code}\nfrom trtllm_b12x.__main__ import main; main()"
+    program = f"import sys; sys.argv[1:] = ['switch']; {code}"
     with open(stdout, "w") as stream:
         result = subprocess.run([sys.executable, "-c", program], stdout=stream, stderr=subprocess.PIPE, text=True)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
@@ -364,6 +368,7 @@ def test_what_python_cannot_do_is_one_line(code: str, stdout: str, words: str) -
 BENCHMARKS = "calls chain decode floor models on_card overhead peers results served starts vllm warmup"
 
 
+@pytest.mark.all("chain", "models", "on_card", "peers", "results", "served", "starts", "vllm")
 @pytest.mark.parametrize("module", BENCHMARKS.split())
 def test_help_of_benchmarks(module: str) -> None:
     """It measures nothing, so it needs no GPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -199,3 +200,9 @@ def test_cards_by_name_and_by_number() -> None:
     assert [card.multiprocessors for card in named] == [188, 170, 12]
     assert {card.multiprocessors for card in models("sm_120a")} == set(MODELS["sm_120a"].values())
     assert [card.capability for card in models("sm_121a")] == [121]
+
+
+def test_sizes_that_no_kernel_takes_are_one_line() -> None:
+    result = run(*sizes(experts=2**20, target="sm_120a", card=170), TRTLLM_B12X_KERNELS="triton")
+    assert result.exit_code == 1
+    assert re.search(r"^error: top \d+ of 1048576 experts: at most \d+ of 2048$", result.output, re.MULTILINE), result.output

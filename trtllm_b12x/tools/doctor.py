@@ -321,7 +321,7 @@ def _triton(e: Environment) -> str:
 
 def _paths() -> list[str]:
     """Return what says which kernel serves how many tokens: a setting, or the tables that cards have left here."""
-    word = os.environ.get(settings.CROSSOVER.name, "auto")
+    word = os.environ.get(settings.CROSSOVER.name) or "auto"
     if word.lower() != "auto":
         return [f"{settings.CROSSOVER.name}={word}"]
     folder = disk.directory()

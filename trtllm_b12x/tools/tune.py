@@ -26,7 +26,12 @@ _DEVICE = "cuda:0"
 @options.options
 @options.as_json
 @options.out_file
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw every path's times as PNG; needs matplotlib.")
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(path_type=Path, readable=False),
+    help="Draw every path's times as PNG; needs matplotlib.",
+)
 @click.pass_context
 def tune(ctx: click.Context, as_json: bool, out: Path | None, plot_file: Path | None, **layer: Any) -> None:
     """Measure each kernel family, with each set of tiles, and TensorRT-LLM's own path on this card, as a server does at warm-up.

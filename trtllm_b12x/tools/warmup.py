@@ -97,7 +97,7 @@ def _fill(
 
         try:
             warmup.run(tasks, models_, report, jobs)
-        except PlanError as error:
+        except (PlanError, ValueError) as error:
             set_progress(len(results), len(results))  # raises if Ctrl-C caused the error
             print_line(f"error: {error}", err=True)
             failed = True
