@@ -79,7 +79,7 @@ lint: $(VENV)/.test
 
 $(VENV)/.demo: requirements/demo.txt requirements/constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make demo PYTHON=...")'
-	@echo "Installing torch, transformers and nvidia-modelopt into $(VENV): two minutes and 5 GB, of which CUDA takes 3.6"
+	@echo "Installing torch, transformers and nvidia-modelopt into $(VENV): up to three minutes and 5 GB"
 	$(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(BIN)/python -m pip install -r requirements/demo.txt -e .
 	touch $@
