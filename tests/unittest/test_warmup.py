@@ -190,7 +190,7 @@ def test_a_host_that_does_not_import_is_not_asked(tmp_path: Path) -> None:
 def test_a_checkpoint_says_its_own_formats(variables: dict[str, str], tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", [random_experts(3, 128, 64)], top_k=2)
     result = run(model, "--target", "sm_999a", **variables)
-    assert "'sm_999a' is none of sm_120a, sm_121a" in result.output
+    assert "'sm_999a' is not one of 'sm_120a', 'sm_121a'" in result.output
     result = run(model, "--target", "sm_121a", "--card", "5090", **variables)
     assert "'5090' is no card of sm_121a; there are GB10" in result.output
 

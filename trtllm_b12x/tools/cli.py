@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,11 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)
+        except OSError as error:
+            if ctx.invoked_subcommand != "cache" or error.filename is None:  # of standard output
+                raise
+            problem = f"{disk.directory()}: {error.strerror}; remove it as its owner, or set XDG_CACHE_HOME"
+            raise UnusableError(problem) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,25 +50,13 @@ def cache(ctx: click.Context) -> None:
     """Show the cache folder: CuTe DSL payloads found to load, compile results, and measured crossovers."""
     folder = disk.directory()
     if ctx.invoked_subcommand is None:
-        with _naming(folder):
-            click.echo(f"{folder}: {sum(size for _, size in disk.contents())} bytes" if folder else "no folder: no HOME is known")
+        click.echo(f"{folder}: {sum(size for _, size in disk.contents())} bytes" if folder else "no folder: no HOME is known")
 
 
 @cache.command()
 def clear() -> None:
     """Remove the cache folder. The next process that needs its contents measures again."""
-    with _naming(disk.directory()):
-        click.echo(f"{disk.clear()} bytes removed")
-
-
-@contextmanager
-def _naming(folder: Path | None) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:  # standard output
-            raise
-        raise UnusableError(f"{folder}: {error.strerror}; remove it as its owner, or set XDG_CACHE_HOME") from error
+    click.echo(f"{disk.clear()} bytes removed")
 
 
 for command in (doctor, tune, verify, warmup):

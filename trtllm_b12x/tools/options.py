@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 TARGETS = {"sm_120a": 120, "sm_121a": 121}
-CHECKPOINT = click.Path(path_type=Path, readable=False)  # ``Checkpoint`` says what is wrong with it, and what to do
+CHECKPOINT = FILE = click.Path(path_type=Path, readable=False)  # what is wrong with it is said where it is opened
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else goes to standard error.")
-out_file = click.option("--out", type=click.Path(path_type=Path, readable=False), help="Write that JSON object to this file.")
+out_file = click.option("--out", type=FILE, help="Write that JSON object to this file.")
 _SIZES = ("experts", "top_k", "hidden", "intermediate")
 
 

@@ -26,12 +26,7 @@ _DEVICE = "cuda:0"
 @options.options
 @options.as_json
 @options.out_file
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(path_type=Path, readable=False),
-    help="Draw every path's times as PNG; needs matplotlib.",
-)
+@click.option("--plot", "plot_file", type=options.FILE, help="Draw every path's times as PNG; needs matplotlib.")
 @click.pass_context
 def tune(ctx: click.Context, as_json: bool, out: Path | None, plot_file: Path | None, **layer: Any) -> None:
     """Measure each kernel family, with each set of tiles, and TensorRT-LLM's own path on this card, as a server does at warm-up.
@@ -106,11 +101,11 @@ def _tune(
         "copy_bytes_per_second": round(copy),
         "tables": tables,
     }
-    text = json.dumps(content, indent=1) + "\n"
+    text = json.dumps(content, indent=1)
     if out is not None:
-        write(out, text)
+        write(out, f"{text}\n")
     if to_stderr:
-        click.echo(text, nl=False)
+        click.echo(text)
     if plot_file is not None and tables:
         _plot(tables, gpu, plot_file)
         print_line(f"wrote {plot_file}", to_stderr)
