@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trtllm_b12x.core import disk
 from trtllm_b12x.core.errors import say
 
 
@@ -58,6 +59,6 @@ def utf8(text: str) -> str:
 
 def folder(text: str) -> Path:
     """Convert the argument OUT of a benchmark that fills a folder."""
-    if os.path.lexists(utf8(text)) and not os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"must be a folder, but {text} is a file; choose another one")
+    if not disk.writable(Path(utf8(text)).absolute()):
+        raise argparse.ArgumentTypeError(f"{text} must be a folder that can be written; choose another one")
     return Path(text)

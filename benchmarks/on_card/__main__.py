@@ -16,6 +16,7 @@ from benchmarks import finish, folder, positive, utf8
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.on_card import card, host, plan, recipes, refusals, report
 from benchmarks.on_card.steps import DONE, FAILED, Runner, Step, StepError
+from trtllm_b12x.tools.progress import UnusableError
 
 _USUAL = ("Qwen3-30B-A3B", "Nemotron-3-Super", "Qwen3.6-35B-A3B")
 _HOPPER = 9
@@ -76,7 +77,11 @@ def main(arguments: list[str] | None = None) -> int:
         if not host.is_model(model):
             name = recipes.RECIPES[0].hf_name
             return _wrong(f"--model {model} is neither a folder that exists nor a Hugging Face name such as {name}")
-        if why := refusals.refusal(model, given.engine):
+        try:
+            why = refusals.refusal(model, given.engine)
+        except UnusableError as error:
+            return _wrong(f"--model {error}")
+        if why:
             return _wrong(f"--model {model}: {why}. With and without the package would be the same; choose another model")
     engine = plan.ENGINES[given.engine]
     known = {count for model in models for count in engine.requests(model)}

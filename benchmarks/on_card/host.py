@@ -32,7 +32,7 @@ _B12X = "CuteDslB12x"
 
 def is_model(model: str) -> bool:
     """A folder that is there, or a Hugging Face name."""
-    return Path(model).is_dir() or re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None
+    return os.path.isdir(model) or re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None
 
 
 def fits(model: str, memory: float | None) -> str:

@@ -331,8 +331,11 @@ def test_a_report_that_cannot_be_written(bench: Path, tmp_path: Path, capsys: An
     assert "report.json" in (said := capsys.readouterr().err)
     assert "cannot be written (Is a directory); fix that, then run the same command again" in said
     (tmp_path / "file").touch()
-    assert run(tmp_path / "file") == 2
-    assert "must be a folder that can be written (Not a directory); choose another one" in capsys.readouterr().err
+    for out in ("file", "file/out", "\udcff"):
+        with pytest.raises(SystemExit, match="2"):
+            run(tmp_path / out)
+        words = "must be UTF-8" if out == "\udcff" else f"{out} must be a folder that can be written; choose another one"
+        assert words in capsys.readouterr().err
 
 
 def test_a_card_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
