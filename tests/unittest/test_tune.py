@@ -157,6 +157,16 @@ def test_a_checkpoint_has_a_table_for_each_geometry_and_a_server_reads_it(card: 
     assert "on a rank" in result.stderr
 
 
+def test_a_cache_that_cannot_be_written_is_named(card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement is printed all the same."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    result = run(*SIZES, "--json")
+    folder = tmp_path / "file" / "trtllm_b12x"
+    assert f"warning: no table is stored for servers: {folder} cannot be written; set XDG_CACHE_HOME\n" in result.stderr
+    assert len(json.loads(result.stdout)["tables"]) == 1
+
+
 def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, words in (
         ([*SIZES, "--plot", tmp_path / "none" / "a.png"], "its folder does not exist; create it first"),
