@@ -25,6 +25,7 @@ test test-all vllm vllm-0.33 vllm-0.28: export OMP_NUM_THREADS := 1
 .PHONY: demo test test-all vllm vllm-0.33 vllm-0.28 environments device device-own results lint bench clean
 
 demo: $(VENV)/.demo
+	@echo "Exporting a small Qwen3-MoE to $(DEMO): 20 seconds"
 	$(BIN)/python -m tests.integration.exports qwen3-moe $(DEMO) --original
 	$(BIN)/trtllm-b12x verify $(DEMO)/nvfp4 --original $(DEMO)/original --require-b12x
 
@@ -78,13 +79,14 @@ lint: $(VENV)/.test
 
 $(VENV)/.demo: requirements/demo.txt requirements/constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make demo PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements/demo.txt
-	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt -e .
+	@echo "Installing torch, transformers and nvidia-modelopt into $(VENV): up to three minutes and 5 GB"
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
+	$(BIN)/python -m pip install -r requirements/demo.txt -e .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo requirements/test.txt
-	$(BIN)/python -m pip install --quiet -r requirements/test.txt
+	@echo "Installing what the tests need into $(VENV): a minute"
+	$(BIN)/python -m pip install -r requirements/test.txt
 	touch $@
 
 # Packages that both wheels of vLLM need are installed once. The environment of a wheel finds them after its own.

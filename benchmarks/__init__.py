@@ -2,13 +2,63 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import signal
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import torch
+from trtllm_b12x.core import disk
+from trtllm_b12x.core.errors import say
 
 
 def require_gpu() -> None:
     """Exit with 2 and a line where there is nothing to measure on."""
+    import torch
+
     if not torch.cuda.is_available():
         print("error: this measures on a GPU, and torch sees none: run it where torch.cuda.is_available()", file=sys.stderr)
         sys.exit(2)
+
+
+def finish(main: Callable[[], int]) -> None:
+    """Run ``main`` and exit with its status. SIGTERM counts as Ctrl-C, and a standard output that is full is one line."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        status = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        say(f"error: standard output cannot be written ({error.strerror})")
+        os._exit(2)  # Python's own flush would fail again
+    sys.exit(status)
+
+
+def positive(text: str) -> int:
+    """Convert an argument to a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+    return int(text)
+
+
+def utf8(text: str) -> str:
+    """Return an argument that is passed on to programs and files. They take no path that is not UTF-8."""
+    if os.fsencode(text).decode(errors="replace") != text:
+        raise argparse.ArgumentTypeError(f"must be UTF-8, got {text!r}; rename it or choose another one")
+    return text
+
+
+def folder(text: str) -> Path:
+    """Convert the argument OUT of a benchmark that fills a folder."""
+    if not disk.writable(Path(utf8(text)).absolute()):
+        raise argparse.ArgumentTypeError(f"{text} must be a folder that can be written; choose another one")
+    return Path(text)

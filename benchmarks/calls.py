@@ -121,4 +121,4 @@ def compared(other: Path) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    serve()
+    print(__doc__) if sys.argv[1:] else serve()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import require_gpu
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.markdown import table
 from benchmarks.peers.layers import stack
@@ -157,9 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--geometry", choices=layers, default="Qwen3-30B-A3B", help="layer (default: %(default)s)")
     parser.add_argument("--tokens", type=int, nargs="+", choices=range(1, _MOST_TOKENS + 1), default=[1, 2, 4, 8])
     given = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("a GPU is needed", file=sys.stderr)
-        return 2
+    require_gpu()
     lines = measure(GEOMETRIES[given.geometry], given.tokens)
     found = {"gpu": torch.cuda.get_device_name(), "geometry": given.geometry, "lines": lines}
     disk.replace(given.out, json.dumps(found, indent=1).encode())

@@ -7,11 +7,11 @@ nothing about a card.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +100,9 @@ def microseconds(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="also write OUT.json")
+    out = parser.parse_args().out
     require_gpu()
     versions = {name: importlib.metadata.version(name) for name in ("flashinfer-python", "nvidia-cutlass-dsl", "torch")}
     results: dict[str, Any] = {"versions": versions, "gpu": torch.cuda.get_device_name()}
@@ -109,8 +112,8 @@ def main() -> None:
         results["memory"] = [memory(shape) for shape in (QWEN3_30B, NEMOTRON_SUPER)]
     text = json.dumps(results, indent=1)
     print(text)
-    if len(sys.argv) > 1:
-        Path(f"{sys.argv[1]}.json").write_text(text + "\n")
+    if out is not None:
+        Path(f"{out}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

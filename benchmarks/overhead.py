@@ -33,7 +33,7 @@ def compare(baseline: str | None, against: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--baseline", metavar="COMMIT", help="of this repository")
     which.add_argument("--against", metavar="FOLDER", type=Path, help="another checkout")

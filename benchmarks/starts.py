@@ -9,6 +9,7 @@ lines have the seconds since the choice began. vLLM must be importable. Hopper c
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -103,7 +104,7 @@ def measured(form: str, loading: float) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.starts", description=__doc__)
     parser.add_argument("out", help="file to write, without its suffix; - starts the layer of --only in this process")
     parser.add_argument("--only", choices=CASES, help="one format instead of all")
     parser.add_argument("--loading", type=float, default=0.0, help="seconds between load and first call  [default: 0]")
@@ -111,6 +112,8 @@ def main() -> None:
     if options.out == "-":
         print("\n" + json.dumps(start(options.only, options.loading)))
         return
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit("error: vLLM is not installed in this Python: run this with the environment that serves")
     rows = []
     for form in [options.only] if options.only else CASES:
         for row in measured(form, options.loading):

@@ -7,6 +7,7 @@ compiles into empty caches; a start is a plan from those, on a card that is stoo
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -72,17 +73,20 @@ def measured(card: str, form: str, families: dict[str, int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        print(__doc__)
-        return
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.warmup", description=__doc__)
+    parser.add_argument("out", type=Path, metavar="OUT", help="file of the results, without its suffix")
+    parser.add_argument("cards", nargs="*", metavar="CARD", help=f"{', '.join(CARDS)}; default: all")
+    given = parser.parse_args()
+    if unknown := set(given.cards) - set(CARDS):
+        parser.error(f"CARD {unknown.pop()!r}: choose from {', '.join(CARDS)}")
     rows = []
-    for card in sys.argv[2:] or CARDS:
+    for card in given.cards or CARDS:
         for form, families in SETS:
             if "b12x" not in families or card == "RTX 5090":
                 rows.append(measured(card, form, families))
                 print(rows[-1], flush=True)
     versions = {name: metadata.version(name) for name in ("triton", "flashinfer-python", "nvidia-cutlass-dsl")}
-    Path(sys.argv[1]).with_suffix(".json").write_text(
+    given.out.with_suffix(".json").write_text(
         json.dumps({"versions": versions, "geometry": GEOMETRY, "rows": rows}, indent=1) + "\n"
     )
 

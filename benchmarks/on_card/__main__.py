@@ -6,16 +6,17 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import finish, folder, positive, utf8
 from benchmarks.geometries import GEOMETRIES
 from benchmarks.on_card import card, host, plan, recipes, refusals, report
 from benchmarks.on_card.steps import DONE, FAILED, Runner, Step, StepError
+from trtllm_b12x.tools.progress import UnusableError
 
 _USUAL = ("Qwen3-30B-A3B", "Nemotron-3-Super", "Qwen3.6-35B-A3B")
 _HOPPER = 9
@@ -33,24 +34,28 @@ def parser() -> argparse.ArgumentParser:
         "A second start with the same OUT goes on where the first was interrupted.  "
         "Exit status: 0 all was measured, 1 the report says what was not, 2 wrong usage or no GPU, 130 interrupted.",
     )
-    made.add_argument("out", type=Path, metavar="OUT", help="folder of the report")
+    made.add_argument("out", type=folder, metavar="OUT", help="folder of the report")
     made.add_argument(
         "--engine",
         choices=list(plan.ENGINES),
         default=default_engine(),
         help="engine of the models (default: tensorrt-llm where it is installed and vLLM is not, else vllm; here %(default)s)",
     )
-    made.add_argument("--model", action="append", default=[], help="a checkpoint's folder or Hugging Face name; again for more")
-    made.add_argument("--concurrency", type=_positive, nargs="+", default=[], help="only runs with so many requests at a time")
+    made.add_argument(
+        "--model", type=utf8, action="append", default=[], help="a checkpoint's folder or Hugging Face name; again for more"
+    )
+    made.add_argument("--concurrency", type=positive, nargs="+", default=[], help="only runs with so many requests at a time")
     made.add_argument(
         "--geometry",
         action="append",
         choices=list(GEOMETRIES),
         help=f"layers to time; again for more (default: those of the models, or {', '.join(_USUAL)})",
     )
-    made.add_argument("--vllm", metavar="FOLDER", default="", help="parts of vLLM's wheel (python -m benchmarks.peers --parts)")
+    made.add_argument(
+        "--vllm", type=utf8, metavar="FOLDER", default="", help="parts of vLLM's wheel (python -m benchmarks.peers --parts)"
+    )
     made.add_argument("--no-kernels", action="store_true", help="skip the kernels: models alone")
-    made.add_argument("--timeout", type=_positive, default=90, metavar="MINUTES", help="limit for one command (default: 90)")
+    made.add_argument("--timeout", type=positive, default=90, metavar="MINUTES", help="limit for one command (default: 90)")
     made.add_argument("--again", nargs="*", metavar="STEP", help="measure all steps again, or those named")
     made.add_argument("--dry-run", action="store_true", help="print the steps and how long they may take, measure nothing")
     made.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
@@ -63,12 +68,6 @@ def default_engine() -> str:
     return "tensorrt-llm" if installed == ["tensorrt-llm"] else "vllm"
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
-    return int(text)
-
-
 def main(arguments: list[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     of_models = [name for model in given.model if (name := recipes.recipe_for(model).model) in GEOMETRIES]
@@ -78,7 +77,11 @@ def main(arguments: list[str] | None = None) -> int:
         if not host.is_model(model):
             name = recipes.RECIPES[0].hf_name
             return _wrong(f"--model {model} is neither a folder that exists nor a Hugging Face name such as {name}")
-        if why := refusals.refusal(model, given.engine):
+        try:
+            why = refusals.refusal(model, given.engine)
+        except UnusableError as error:
+            return _wrong(f"--model {error}")
+        if why:
             return _wrong(f"--model {model}: {why}. With and without the package would be the same; choose another model")
     engine = plan.ENGINES[given.engine]
     known = {count for model in models for count in engine.requests(model)}
@@ -93,16 +96,12 @@ def main(arguments: list[str] | None = None) -> int:
         names = ", ".join(step.name for step in steps)
         return _wrong(f"--again {' '.join(unknown)}: no such step; with these options the steps are {names}")
     out: Path = given.out.absolute()
-    try:
-        (out / "steps").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return _wrong(f"OUT {out} must be a folder that can be written ({error.strerror}); choose another one")
     left_out = sorted(name for name in os.environ if name.startswith("TRTLLM_B12X"))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM_B12X")}
     say: Callable[[str], None] = (lambda text: print(text, file=sys.stderr, flush=True)) if given.json else _say
     runner = Runner(out, 60.0 * given.timeout, say, environment)
     try:
-        facts = _card(runner)
+        facts = card.look(environment)
     except StepError as error:
         return _wrong(str(error))
     except KeyboardInterrupt:
@@ -123,6 +122,10 @@ def main(arguments: list[str] | None = None) -> int:
             "torch sees no GPU. Run this where torch.cuda.is_available() is True (trtllm-b12x doctor shows the driver); "
             "--dry-run prints the plan anywhere"
         )
+    try:
+        (out / "steps").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _wrong(f"OUT {out} must be a folder that can be written ({error.strerror}); choose another one")
     status = _ALL
     try:
         try:
@@ -176,15 +179,6 @@ def _told(step: str, record: dict[str, Any]) -> str:
     return f"TPOT P50 {tpot:.2f} ms, TTFT P50 {ttft:.1f} ms, {rate:.1f} output tokens/s"
 
 
-def _card(runner: Runner) -> dict[str, Any]:
-    """Asked at every start: what was measured belongs to it."""
-    file = runner.path("card")
-    file.unlink(missing_ok=True)
-    runner.command("card", [sys.executable, "-m", "benchmarks.on_card.card", str(file)])
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
-
-
 def _plan(steps: list[Step], todo: list[Step], as_json: bool) -> None:
     if as_json:
         print(json.dumps([{"step": s.name, "title": s.title, "minutes": s.minutes, "done": s not in todo} for s in steps]))
@@ -192,10 +186,6 @@ def _plan(steps: list[Step], todo: list[Step], as_json: bool) -> None:
     for step in steps:
         print(f"{'  done' if step not in todo else f'{step.minutes:4g} m'}  {step.name}: {step.title}")
     print(f"about {sum(step.minutes for step in todo):.0f} minutes, and the loads of models that are not in memory's cache")
-
-
-def _as_interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:
@@ -208,5 +198,4 @@ def _wrong(text: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    sys.exit(main())
+    finish(main)

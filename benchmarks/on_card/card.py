@@ -1,16 +1,15 @@
-"""``python -m benchmarks.on_card.card FILE``: the card, its driver and clocks, and versions, as JSON.  A process of its own: one
-that goes on holds no GPU memory."""
+"""``python -m benchmarks.on_card.card``: print the card, its driver and clocks, and versions, as JSON."""
 
 from __future__ import annotations
 
+import json
 import platform
+import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from benchmarks.on_card.steps import gpu_state, write_json
+from benchmarks.on_card.steps import ROOT, StepError, gpu_state
 from trtllm_b12x.environment import packages
 
 PACKAGES = (
@@ -42,8 +41,22 @@ CLOCKS = (
 IDENTITY = ("name", "uuid", "driver_version", "vbios_version", "memory.total", "mig.mode.current")
 
 
+def look(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return ``facts`` from a process of its own, so that this one holds no GPU memory. Raise StepError if it fails."""
+    command = [sys.executable, "-m", "benchmarks.on_card.card"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (LookupError, ValueError):
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise StepError(f"{' '.join(command)} ended with {done.returncode}: {' / '.join(lines[-3:])}") from None
+    return found
+
+
 def facts() -> dict[str, Any]:
     """Nothing that is not known."""
+    import torch
+
     found: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.platform(),
@@ -73,4 +86,4 @@ def identity(found: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write_json(Path(sys.argv[1]), facts())
+    print(json.dumps(facts()))

@@ -32,7 +32,7 @@ _B12X = "CuteDslB12x"
 
 def is_model(model: str) -> bool:
     """A folder that is there, or a Hugging Face name."""
-    return Path(model).is_dir() or re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None
+    return os.path.isdir(model) or re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None
 
 
 def fits(model: str, memory: float | None) -> str:
@@ -108,7 +108,7 @@ def _layer(runner: Runner, geometry: str) -> dict[str, Any]:
     file = runner.path(f"paths-{geometry}", ".tune.json")
     command = [sys.executable, "-m", "trtllm_b12x", "tune", "--experts", str(g.num_experts), "--top-k", str(g.top_k)]
     command += ["--hidden", str(g.hidden_size), "--intermediate", str(g.intermediate_size), "--activation", g.activation.lower()]
-    done = runner.command(f"paths-{geometry}", [*command, "--json", str(file)])
+    done = runner.command(f"paths-{geometry}", [*command, "--out", str(file)])
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
     if found["embedded_host"]:

@@ -11,11 +11,10 @@ from trtllm_b12x.decision import Deployment, Environment, families, resolve
 from trtllm_b12x.engines.vllm import facts
 from trtllm_b12x.formats.geometry import LayerShape
 from trtllm_b12x.tools.options import opened, shapes_in
-from trtllm_b12x.tools.progress import UnusableError
 
 
 def refusal(model: str, engine: str) -> str:
-    """Return why a comparison would compare nothing, or an empty string.
+    """Return why a comparison would compare nothing, or an empty string. Raise UnusableError if a folder cannot be read.
 
     A folder is read as ``doctor --checkpoint`` reads it. Of names on the hub only those of ``benchmarks.models`` are known, as
     TensorRT-LLM serves them. vLLM also serves checkpoints that TensorRT-LLM does not load. What this machine lacks is left to the
@@ -28,11 +27,8 @@ def refusal(model: str, engine: str) -> str:
             return ""
         answer = models.answer(found)
         return "" if answer.startswith("yes") else f"its {found.format} experts are not served: {answer.removeprefix('no: ')}"
-    try:
-        checkpoint = opened(Path(model))
-        shapes, remarks = shapes_in(checkpoint), checkpoint.remarks
-    except UnusableError as error:
-        return str(error)
+    checkpoint = opened(Path(model))
+    shapes, remarks = shapes_in(checkpoint), checkpoint.remarks
     if remarks and not (vllm and shapes):
         return remarks[0]
     reasons = {name: _reasons(shape, facts.FAMILIES if vllm else settings.FAMILIES) for name, shape in shapes.items()}

@@ -7,14 +7,14 @@ import importlib.metadata
 import importlib.util
 import json
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.on_card.steps import ROOT, write_json
+from benchmarks import finish, folder, positive, utf8
+from benchmarks.on_card import card
+from benchmarks.on_card.steps import StepError, write_json
 from benchmarks.served import models, report, sides
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.environment import packages
@@ -36,17 +36,19 @@ def parser() -> argparse.ArgumentParser:
         "installed (pip install .).  A second start with the same OUT goes on where the first was interrupted.  "
         "Exit status: 0 all was measured, 1 served.json says what was not, 2 wrong usage or no GPU, 130 interrupted.",
     )
-    made.add_argument("out", type=Path, metavar="OUT", help="folder of the results, caches and logs")
-    made.add_argument("models", nargs="+", metavar="MODEL", help="a checkpoint's folder or Hugging Face name, or a name below")
+    made.add_argument("out", type=folder, metavar="OUT", help="folder of the results, caches and logs")
+    made.add_argument(
+        "models", type=utf8, nargs="+", metavar="MODEL", help="a checkpoint's folder or Hugging Face name, or a name below"
+    )
     made.add_argument(
         "--requests", type=_counts, default=(1, 2, 4, 8, 16, 32, 64), help="requests at a time (default: 1,2,...,64)"
     )
     made.add_argument(
         "--prompts", type=_counts, default=(256, 2048, 8192), help="prompts of TTFT (default: 256,2048,8192 tokens)"
     )
-    made.add_argument("--tokens", type=_positive, default=256, help="tokens that each request decodes (default: 256)")
-    made.add_argument("--layers", type=_positive, default=0, help="layers of models with random weights (default: what fits)")
-    made.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="GPUs that share a model (default: 1)")
+    made.add_argument("--tokens", type=positive, default=256, help="tokens that each request decodes (default: 256)")
+    made.add_argument("--layers", type=positive, default=0, help="layers of models with random weights (default: what fits)")
+    made.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="GPUs that share a model (default: 1)")
     made.add_argument("--enable-expert-parallel", action="store_true", help="split the experts, not each expert, over the GPUs")
     made.add_argument(
         "--without-backend",
@@ -57,9 +59,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--attention", default="", metavar="NAME", help="vLLM's attention backend (default: its own choice)")
     made.add_argument(
-        "--parallel", type=_positive, default=1, metavar="N", help="engines that start at once; one is measured at a time"
+        "--parallel", type=positive, default=1, metavar="N", help="engines that start at once; one is measured at a time"
     )
-    made.add_argument("--seconds", type=_positive, default=0, metavar="N", help="stop after so many seconds; the rest is named")
+    made.add_argument("--seconds", type=positive, default=0, metavar="N", help="stop after so many seconds; the rest is named")
     made.add_argument("--again", action="store_true", help="measure everything again")
     made.add_argument("--dry-run", action="store_true", help="print the engines and how long they may take, measure nothing")
     made.add_argument("--json", action="store_true", help="print the plan or the result as JSON")
@@ -67,14 +69,8 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
-    return int(text)
-
-
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_positive(word) for word in text.split(",")}))
+    return tuple(sorted({positive(word) for word in text.split(",")}))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,6 +94,14 @@ def main(arguments: list[str] | None = None) -> int:
         return _dry_run(todo, given.json)
     if why := _lacking() or _unreadable(plan):
         return _wrong(why)
+    try:
+        found = _card()
+    except StepError as error:
+        return _wrong(str(error))
+    if "card" not in found:
+        return _wrong("torch sees no GPU. Run this where torch.cuda.is_available() is True; --dry-run prints the plan anywhere")
+    if plan.tensor_parallel > found["gpus"]:
+        return _wrong(f"--tensor-parallel {plan.tensor_parallel}: torch sees {found['gpus']} GPUs; choose a smaller number")
     out: Path = given.out.absolute()
     try:
         (out / "records").mkdir(parents=True, exist_ok=True)
@@ -105,13 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
             for name in ("records", "caches"):
                 shutil.rmtree(out / name, ignore_errors=True)
             (out / "records").mkdir()
-        found = _card(out)
     except OSError as error:
         return _wrong(f"OUT {out} must be a folder that can be written ({error.strerror}); choose another one")
-    if "card" not in found:
-        return _wrong("torch sees no GPU. Run this where torch.cuda.is_available() is True; --dry-run prints the plan anywhere")
-    if plan.tensor_parallel > found["gpus"]:
-        return _wrong(f"--tensor-parallel {plan.tensor_parallel}: torch sees {found['gpus']} GPUs; choose a smaller number")
     identity = {name: found[name] for name in ("card", "versions")}
     deadline = time.monotonic() + given.seconds if given.seconds else float("inf")
 
@@ -213,15 +212,9 @@ def _unreadable(plan: sides.Plan) -> str:
     return ""
 
 
-def _card(out: Path) -> dict[str, Any]:
-    """Return card, driver and versions. A process of its own looks: one that goes on would hold GPU memory."""
-    file = out / "records" / "card.json"
-    file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.on_card.card", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+def _card() -> dict[str, Any]:
+    """Return card, driver and versions."""
+    found = card.look()
     smi = (found.get("nvidia_smi") or [{}])[0]
     result = {
         "versions": packages.versions(_PACKAGES),
@@ -230,7 +223,6 @@ def _card(out: Path) -> dict[str, Any]:
         "clocks": found["clocks"],
     }
     if "card" in found:
-        result["clocks"] = found["clocks"]
         result["card"] = {**{k: v for k, v in found["card"].items() if k != "gpu"}, "driver": smi.get("driver_version")}
     return result
 
@@ -246,18 +238,10 @@ def _dry_run(todo: list[sides.Step], as_json: bool) -> int:
     return _ALL
 
 
-def _as_interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def _wrong(text: str) -> int:
     print(f"error: {text}", file=sys.stderr)
     return _NOTHING
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # before anything is measured
-        sys.exit(_INTERRUPTED)
+    finish(main)

@@ -6,6 +6,7 @@ A configuration is the ``config.json`` of a published checkpoint with the quanti
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,10 +227,10 @@ def refusal(model: str) -> str:
     """Return why a name cannot be served, or an empty string."""
     if model in DRAWN:
         return ""
-    folder = Path(model)
-    if folder.is_dir():
-        return "" if (folder / "config.json").is_file() else f"{model} has no config.json; name the folder of a checkpoint"
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and not folder.is_absolute():
+    if os.path.isdir(model):
+        readable = os.access(Path(model) / "config.json", os.R_OK)
+        return "" if readable else f"{model} has no config.json that you may read; name the folder of a checkpoint"
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and not os.path.isabs(model):
         return ""
     return f"{model} is no folder of a checkpoint and no Hugging Face name; with random weights there are {', '.join(DRAWN)}"
 

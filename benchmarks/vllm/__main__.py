@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks import require_gpu
 from benchmarks.peers.layers import REPLAYS, draw
 from benchmarks.peers.ours import host_microseconds
 from tests.integration.vllm import layers as vllm_layers
@@ -102,13 +103,14 @@ def _call(built: tuple[Any, Any], x: torch.Tensor, weights: torch.Tensor, ids: t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=90, help="time to measure one model, once its kernels are compiled")
     parser.add_argument("--only", default="", help="part of a format's name")
     parser.add_argument("--model", default="", help="a model of the table, such as Qwen3-30B-A3B")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=TOKENS, help="such as 1,8,64")
     options = parser.parse_args()
+    require_gpu()
     os.environ[settings.HOPPER.name] = "1"
     plugin.register()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -139,7 +139,7 @@ def test_a_layer_measures_once_outside_capture_and_keeps_it(
 
 def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trtllm_b12x", "tune", "--hidden", "1024", "--intermediate", "512", "--experts", "64"]
-    command += ["--top-k", "8", "--activation", "swiglu", "--ep", "2", "--json", str(tmp_path / "out.json")]
+    command += ["--top-k", "8", "--activation", "swiglu", "--ep", "2", "--out", str(tmp_path / "out.json")]
     result = subprocess.run(command, env=os.environ, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     print(result.stdout, result.stderr)
     assert result.returncode == 0

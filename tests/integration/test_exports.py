@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def verify(checkpoint: Path, tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
     file = tmp_path / "report.json"
-    result = CliRunner().invoke(main, ["verify", str(checkpoint), "--json", str(file), *arguments])
+    result = CliRunner().invoke(main, ["verify", str(checkpoint), "--out", str(file), *arguments])
     assert result.exit_code == status, result.output
     report: dict[str, Any] = json.loads(file.read_text())
     return {**report, "last_line": result.output.strip().splitlines()[-1]}

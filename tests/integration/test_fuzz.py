@@ -195,7 +195,7 @@ def test_no_damage_passes_unseen(tmp_path: Path, data: st.DataObject, with_origi
         (tmp_path / name).write_bytes(content)
     report = tmp_path / "report.out"
     report.unlink(missing_ok=True)
-    arguments = ["verify", str(tmp_path), "--tokens", "63", "--require-b12x", "--json", str(report)]
+    arguments = ["verify", str(tmp_path), "--tokens", "63", "--require-b12x", "--out", str(report)]
     if with_original:
         arguments += ["--original", str(original_model())]
     result = CliRunner().invoke(main, arguments)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def verify(*arguments: Any, status: int = 0) -> Result:
 
 def report(*arguments: Any, status: int = 0) -> dict[str, Any]:
     """The JSON on standard output; the table is on standard error."""
-    result = verify(*arguments, "--json", "-", status=status)
+    result = verify(*arguments, "--json", status=status)
     assert "bounds: kernel 0.005" in result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -60,7 +62,7 @@ def test_pass(directory: Path, tmp_path: Path) -> None:
     words = r"PASS: 2 of 2 MoE layers on b12x, worst relative L2 0\.00\d+ \(bound 0\.005\), extra bytes 0 \(padding \d+\)"
     assert re.match(
         f"{words}, computed in torch: no kernel ran$",
-        last_line(verify(directory, "--require-b12x", "--json", tmp_path / "report.json")),
+        last_line(verify(directory, "--require-b12x", "--out", tmp_path / "report.json")),
     )
     found = json.loads((tmp_path / "report.json").read_text())
     assert (found["passed"], found["status"], found["trtllm_b12x"]) == (True, "passed", __version__)
@@ -159,6 +161,9 @@ def test_numbers_that_json_has_no_word_for(directory: Path) -> None:
 
 
 def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
+    folder_for_a_file = tmp_path / "damaged"
+    (folder_for_a_file / "model.safetensors").mkdir(parents=True)
+    shutil.copy(directory / "config.json", folder_for_a_file)
     for arguments, message in (
         ((directory, "--layers", "7"), "--layers 7: no MoE layer; choose from 0, 1"),
         ((directory, "--layers", "x"), "such as 1,8,60-64; got 'x'"),
@@ -172,23 +177,45 @@ def test_wrong_arguments(directory: Path, tmp_path: Path) -> None:
         ((directory, "--tp", "9" * 30), "--tp"),
         ((directory, "--sample", "0"), "--sample"),
         ((directory, "--kernels", "cutlass"), "must be one or more of cuda, b12x"),
-        ((directory, "--json", tmp_path), "it is a folder"),
-        ((directory, "--json", tmp_path / "no" / "r.json"), "its folder does not exist"),
-        ((directory, "--tokens", "1", "--json", "/dev/full"), "error: /dev/full: cannot be written"),
+        ((directory, "--out", tmp_path), "it is a folder"),
+        ((directory, "--out", tmp_path / "no" / "r.json"), "its folder does not exist"),
+        ((directory, "--tokens", "1", "--out", "/dev/full"), "error: /dev/full: cannot be written"),
         ((directory, "--original", tmp_path / "none"), "no such directory"),
         ((tmp_path / "none",), "no such directory"),
         ((directory / "config.json",), "is a file, not a folder"),
         (("x" * 5000,), "no such directory"),
         (("nvidia/A-Model",), "give the folder that this prints: hf download nvidia/A-Model"),
+        ((directory, "--out", directory / "config.json" / "r.json"), "config.json is a file, not a folder); choose another"),
+        ((shutil.copytree(directory, tmp_path / "\udcff"),), "\\udcff/model.safetensors: safetensors opens no path that is not"),
+        ((tmp_path / "\udcfe",), "\\udcfe: no such directory"),
+        ((directory, "--original", folder_for_a_file), "model.safetensors: is a folder, not a file; copy or export"),
     ):
         result = verify(*arguments, status=2)
         assert message in result.output
         assert isinstance(result.exception, SystemExit)
 
 
+def test_without_permission(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root has every permission, so the answers of the system are replaced."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    result = verify(directory, "--out", tmp_path / "r.json", status=2)
+    assert result.output.endswith(f"r.json: cannot be written (no permission); choose another file, or chmod u+w {tmp_path}\n")
+    result = CliRunner().invoke(main, ["warmup", str(directory), "--target", "sm_120a"], env={"TRITON_CACHE_DIR": str(tmp_path)})
+    assert result.output == f"error: Triton's cache {tmp_path} cannot be written; name another folder in TRITON_CACHE_DIR\n"
+    denied = Mock(side_effect=PermissionError(13, "Permission denied", "config.json"))
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    message = f"error: {directory / 'config.json'}: you have no permission to read it; run this as its owner, or"
+    assert message in verify(directory, status=2).output
+    monkeypatch.setattr("trtllm_b12x.core.disk.contents", denied)
+    for command in (["cache"], ["cache", "clear"]):
+        expected = f"error: {tmp_path / 'trtllm_b12x'}: Permission denied; remove it as its owner, or set XDG_CACHE_HOME\n"
+        assert CliRunner().invoke(main, command).output == expected
+
+
 def test_a_layer_that_cannot_be_used_loses_no_other(directory: Path, tmp_path: Path) -> None:
     edit_tensors(directory, **{E0.replace("0.mlp", "1.mlp") + "down_proj.weight_scale_2": torch.tensor(float("nan"))})
-    result = verify(directory, "--json", tmp_path / "r.json", status=2)
+    result = verify(directory, "--out", tmp_path / "r.json", status=2)
     assert "model.layers.1.mlp.experts.0.down_proj.weight_scale_2 is nan" in result.output
     assert re.search(r"model\.layers\.0\.mlp +b12x .* ok", result.output)
     assert last_line(result).startswith("FAIL: 1 of 2 MoE layers on b12x")
@@ -205,7 +232,7 @@ def test_results_as_they_come(directory: Path, tmp_path: Path, monkeypatch: pyte
         return verify_layer(*arguments, **options)
 
     monkeypatch.setattr(package, "verify_layer", watched)
-    verify(directory, "--json", file)
+    verify(directory, "--out", file)
     assert [(found["status"], len(found["layers"])) for found in seen] == [("running", 0), ("running", 1)]
     assert len(json.loads(file.read_text())["layers"]) == 2
 
@@ -264,7 +291,7 @@ def test_an_interrupt_that_arrives_as_another_error(directory: Path, monkeypatch
 def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_family: None) -> None:
     """Each by its own rounding points, on its own tile; what each is off unquantized activations, side by side."""
     write_checkpoint(tmp_path, [random_experts(8, 128, 192)], top_k=2)
-    output = verify(tmp_path, "--tokens", "8,70", "--require-b12x", "--json", tmp_path / "report.json").output
+    output = verify(tmp_path, "--tokens", "8,70", "--require-b12x", "--out", tmp_path / "report.json").output
     assert "PASS: 1 of 1 MoE layers on b12x+triton+grouped" in output
     b12x, triton, grouped = json.loads((tmp_path / "report.json").read_text())["layers"]
     assert (b12x["served_by"], triton["served_by"], grouped["served_by"]) == ("b12x", "triton", "grouped")
@@ -286,10 +313,8 @@ def test_every_family_that_serves_a_layer_is_verified(tmp_path: Path, every_fami
 def test_gate_and_up_with_different_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
     """b12x refuses such a layer before it is loaded; alone it leaves nothing to compare."""
     write_checkpoint(tmp_path, [random_experts(4, 256, 256, up_to_gate=1.5)], top_k=2)
-    output = verify(tmp_path, "--tokens", "8,70", "--json", tmp_path / "report.json").output
-    assert re.search(
-        r"PASS, but prompts on CUTLASS are off by up to \d\d % \(gate and up have different scales\): 1 of 1", output
-    )
+    output = verify(tmp_path, "--tokens", "8,70", "--out", tmp_path / "report.json").output
+    assert re.search(r"PASS, but prompts on CUTLASS are off by up to \d\d % \(gate and up have different scales\): 1", output)
     triton, grouped = json.loads((tmp_path / "report.json").read_text())["layers"]
     assert (triton["served_by"], grouped["served_by"]) == ("triton", "grouped")
     assert "not b12x: UNEQUAL_SCALES" in triton["reasons"][0]
@@ -327,19 +352,30 @@ def test_ranks_that_divide_no_layer_are_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "stdout", "words"),
-    [("", "/dev/full", "standard output cannot be written"), ("sys.modules['click'] = None", "/dev/null", "pip install click")],
+    [
+        ("from trtllm_b12x.__main__ import main; main()", "/dev/full", "standard output cannot be written"),
+        ("import benchmarks; benchmarks.finish(lambda: print('text') or 0)", "/dev/full", "standard output cannot be written"),
+        ("sys.modules['click'] = None; from trtllm_b12x.__main__ import main; main()", "/dev/null", "pip install click"),
+    ],
 )
 def test_what_python_cannot_do_is_one_line(code: str, stdout: str, words: str) -> None:
-    program = f"import sys; sys.argv[1:] = ['switch']; {code}\nfrom trtllm_b12x.__main__ import main; main()"
+    program = f"import sys; sys.argv[1:] = ['switch']; {code}"
     with open(stdout, "w") as stream:
         result = subprocess.run([sys.executable, "-c", program], stdout=stream, stderr=subprocess.PIPE, text=True)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert words in result.stderr
 
 
-@pytest.mark.parametrize("module", ["warmup", "floor", "models"])
+BENCHMARKS = "calls chain decode floor models on_card overhead peers results served starts vllm warmup"
+
+
+@pytest.mark.all("chain", "models", "on_card", "peers", "results", "served", "starts", "vllm")
+@pytest.mark.parametrize("module", BENCHMARKS.split())
 def test_help_of_benchmarks(module: str) -> None:
+    """It measures nothing, so it needs no GPU."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]
     result = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", "--help"], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120, cwd=Path(__file__).parents[2]
     )
-    assert "python -m benchmarks" in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "benchmarks." in result.stdout

@@ -18,6 +18,8 @@ from tests.checkpoints import random_experts, write_checkpoint
 from tests.facts import GOOD
 from trtllm_b12x import environment
 from trtllm_b12x.decision import Environment, Lacking, PayloadFault, RejectReason, families
+from trtllm_b12x.dispatch import store
+from trtllm_b12x.dispatch.policy import Timings
 from trtllm_b12x.engines.trtllm import embedded as host
 from trtllm_b12x.environment import prove, triton
 from trtllm_b12x.tools.cli import main
@@ -37,27 +39,31 @@ def report(monkeypatch: pytest.MonkeyPatch, facts: Environment, *arguments: Any)
 
 
 def test_what_cards_have_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tables that a server has stored, by geometry; files that are none are left to it."""
+    """Tables that a server of these versions reads, by geometry; others are counted."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TRTLLM_B12X_CROSSOVER")
     assert "not measured yet: the card is asked at the first call of a server" in " ".join(run(monkeypatch, GOOD).output.split())
     folder = tmp_path / "trtllm_b12x"
-    folder.mkdir()
     sizes = {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768, "format": "NVFP4"}
-    table = {
-        "card": {"name": "NVIDIA GeForce RTX 5090"},
-        "geometry": sizes,
-        "paths": {"host": "1.3"},
-        "microseconds": {
-            "1": {"cuda": 20.0, "host": 80.0},
-            "64": {"cuda": 250.0, "triton 8 64x256w4 128x256w4": 200.0, "host": 300.0},
-        },
-    }
-    (folder / "crossover-1.json").write_text(json.dumps(table))
-    (folder / "crossover-2.json").write_text("{}")
-    said = "".join(run(monkeypatch, GOOD).output.split())  # lines end within words
+    key = store.Key({"name": "NVIDIA GeForce RTX 5090"}, sizes, {"host": "1.3"}, store.versions(), 64)
+    forms = {"cuda": 250.0, "triton 8 64x256w4 128x256w4": 200.0, "host": 300.0}
+    store.keep(key, Timings({1: {"cuda": 20.0, "host": 80.0}, 64: forms}))
+    current = json.loads((folder / key.file).read_text())
     line = "RTX 5090, 128 experts, top 8, 2048 x 768, NVFP4: stored: cuda 1-29, triton 8 64x256w4 128x256w4 30-64"
-    assert line.replace(" ", "") in said
+    for others in (
+        ("{}", json.dumps({**current, "form": store.FORM - 1}), json.dumps({**current, "conditions": {"torch": "2.9"}})),
+        ("{", json.dumps(current), json.dumps({**current, "microseconds": {}})),  # the second has another one's name
+    ):
+        for number, text in enumerate(others):
+            (folder / f"crossover-{number}.json").write_text(text)
+        said = "".join(run(monkeypatch, GOOD).output.split())  # lines end within words
+        assert said.count("RTX5090") == 1
+        assert line.replace(" ", "") in said
+        assert "3moreofotherversions,ordamaged:noserverreadsthem" in said
+    (folder / key.file).write_text(json.dumps({**current, "form": store.FORM - 1}))
+    said = " ".join(run(monkeypatch, GOOD).output.split())
+    assert "not measured yet" in said
+    assert "4 more of other versions" in said
     monkeypatch.setenv("TRTLLM_B12X_CROSSOVER", "32")
     assert "paths TRTLLM_B12X_CROSSOVER=32" in " ".join(run(monkeypatch, GOOD).output.split())
 

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import published
 from benchmarks.on_card import __main__ as on_card
-from benchmarks.on_card import host, plan, recipes, refusals, steps
+from benchmarks.on_card import card, host, plan, recipes, refusals, steps
 from benchmarks.on_card.steps import Runner, Step, StepError, gpu_state, write_json
 from tests import llm_api, mxfp4, trtllm_bench
 from tests.checkpoints import random_experts, write_checkpoint
@@ -48,7 +48,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(folder))
     for name in ("STAND_IN", "STAND_IN_LLM"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(on_card, "_card", lambda runner: FACTS)
+    monkeypatch.setattr(card, "look", lambda environment: FACTS)
     monkeypatch.setattr(plan, "_doctor", lambda runner: {"active": True, "facts": [["GPU", "SM120"]], "verdicts": []})
     return calls
 
@@ -195,7 +195,7 @@ def test_a_second_start_goes_on(bench: Path, tmp_path: Path, monkeypatch: pytest
     expected = [(concurrency, with_it) for concurrency in (1, 4) for with_it in (True, False)]
     assert [(r["load"]["concurrency"], r["with"]) for r in read(tmp_path)["bench"]] == expected
     # On another driver nothing holds.
-    monkeypatch.setattr(on_card, "_card", lambda runner: {**FACTS, "nvidia_smi": [{"uuid": "GPU-1", "driver_version": "590.2"}]})
+    monkeypatch.setattr(card, "look", lambda environment: {**FACTS, "nvidia_smi": [{"uuid": "GPU-1", "driver_version": "590.2"}]})
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 0
     assert len(called(bench)) == 7
     capsys.readouterr()
@@ -227,13 +227,14 @@ def test_a_dry_run_looks_at_the_model_the_disk_and_the_gpu(
     for free, memory, few in ((500e9, 96e9, 0), (50e9, 96e9, 1), (500e9, 32e9, 1)):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         facts = {**FACTS, "card": {**FACTS["card"], "total_memory": memory}}
-        monkeypatch.setattr(on_card, "_card", lambda runner, facts=facts: facts)
-        assert run(tmp_path, "--model", SUPER, "--dry-run") == 0
+        monkeypatch.setattr(card, "look", lambda environment, facts=facts: facts)
+        assert run(tmp_path / "out", "--model", SUPER, "--dry-run") == 0
         line = capsys.readouterr().out.splitlines()[-1]
         assert line.startswith(f"{SUPER}: about 72 GB, a download of 12 minutes at 100 MB/s into {tmp_path / 'hf' / 'hub'} (")
         assert f"{free / 1e9:.0f} GB free" in line
         assert f"the GPU has {memory / 1e9:.0f} GB" in line
         assert line.count("TOO FEW") == few
+        assert not (tmp_path / "out").exists(), "a dry run creates nothing"
     write_checkpoint(tmp_path / "model", [random_experts(2, 128, 64)], top_k=1)
     assert run(tmp_path, "--model", str(tmp_path / "model"), "--dry-run") == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path / 'model'}: about 0 GB; the GPU has 32 GB"
@@ -304,7 +305,7 @@ def test_without_trtllm_bench_or_the_package(tmp_path: Path, bench: Path, monkey
     assert len(lines) == 3
     assert lines["trtllm-bench"].startswith("trtllm-bench is not on the path: run this with the environment of TensorRT-LLM")
     assert all(because.count("trtllm-bench is not on the path") == 1 for because in lines.values())
-    monkeypatch.setattr(on_card, "_card", lambda runner: {**FACTS, "versions": {"tensorrt-llm": "1.3.0"}})
+    monkeypatch.setattr(card, "look", lambda environment: {**FACTS, "versions": {"tensorrt-llm": "1.3.0"}})
     assert run(tmp_path, "--model", SUPER, "--concurrency", "1") == 1
     assert "not installed in this environment" in read(tmp_path)["not_measured"][0]["because"]
 
@@ -315,16 +316,13 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: Any) -> None:
     """In this very environment."""
     assert run(tmp_path) == 2
     assert capsys.readouterr().err.startswith("error: torch sees no GPU")
-    facts = json.loads((tmp_path / "steps" / "card.json").read_text())
-    assert facts["versions"]["torch"]
+    assert not any(tmp_path.iterdir())
+    assert card.look()["versions"]["torch"]
     doctor = plan._doctor(Runner(tmp_path, 60))
     assert doctor["active"] is False
     assert ["GPU", "none"] in doctor["facts"]
     with pytest.raises(StepError, match=r"ended with 2.*this measures on a GPU"):
         plan._kernels(Runner(tmp_path, 60), "Qwen3-30B-A3B", "")
-    (tmp_path / "file").touch()
-    assert run(tmp_path / "file") == 2
-    assert "must be a folder that can be written (Not a directory); choose another one" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written(bench: Path, tmp_path: Path, capsys: Any) -> None:
@@ -332,6 +330,18 @@ def test_a_report_that_cannot_be_written(bench: Path, tmp_path: Path, capsys: An
     assert run(tmp_path) == 2
     assert "report.json" in (said := capsys.readouterr().err)
     assert "cannot be written (Is a directory); fix that, then run the same command again" in said
+    (tmp_path / "file").touch()
+    for out in ("file", "file/out", "\udcff"):
+        with pytest.raises(SystemExit, match="2"):
+            run(tmp_path / out)
+        words = "must be UTF-8" if out == "\udcff" else f"{out} must be a folder that can be written; choose another one"
+        assert words in capsys.readouterr().err
+
+
+def test_a_card_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(StepError, match=r"benchmarks.on_card.card ended with 1"):
+        card.look()
 
 
 def test_a_defect_costs_one_step(tmp_path: Path) -> None:

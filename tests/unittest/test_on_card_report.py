@@ -220,7 +220,7 @@ def test_a_card_without_clocks_and_power(tmp_path: Path, monkeypatch: pytest.Mon
         ("OUT --timeout 0", "argument --timeout: must be a whole number above 0, got 0"),
         # Nothing would be served, and the report would not say why.
         (f"OUT --model {SUPER} --concurrency 1 99", "--concurrency 1 99: these models are run at [1, 4, 8]; choose"),
-        ("/proc/nowhere", "OUT /proc/nowhere must be a folder that can be written (No such file or directory)"),
+        ("/dev/null/out", "argument OUT: /dev/null/out must be a folder that can be written; choose another one"),
     ],
 )
 def test_what_cannot_be_run(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

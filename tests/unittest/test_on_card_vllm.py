@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.on_card import __main__ as on_card
-from benchmarks.on_card import comparison, in_vllm, plan, refusals, report
+from benchmarks.on_card import card, comparison, in_vllm, plan, refusals, report
 from benchmarks.on_card.comparison import Row
 from benchmarks.on_card.steps import Runner
 from tests import llm_api, mxfp4
@@ -66,7 +66,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     executable(folder / "python", code)
     monkeypatch.setattr(in_vllm, "PYTHON", str(folder / "python"))
-    monkeypatch.setattr(on_card, "_card", lambda runner: {**FACTS, "versions": VERSIONS})
+    monkeypatch.setattr(card, "look", lambda environment: {**FACTS, "versions": VERSIONS})
     monkeypatch.setattr(plan, "_doctor", lambda runner: {"active": True, "facts": [["GPU", "SM120"]], "verdicts": []})
     return folder
 
@@ -240,7 +240,7 @@ def test_hopper_is_measured_by_a_switch(vllm: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TRTLLM_B12X_HOPPER", "0")
     for major, engine in ((12, "vllm"), (9, "vllm"), (9, "tensorrt-llm")):
         facts = {**FACTS, "card": {**FACTS["card"], "capability": [major, 0]}}
-        monkeypatch.setattr(on_card, "_card", lambda runner, facts=facts: facts)
+        monkeypatch.setattr(card, "look", lambda environment, facts=facts: facts)
         assert on_card.main([str(tmp_path), "--engine", engine, "--no-kernels", "--again"]) == 1
     assert seen == [None, "1", None]
 

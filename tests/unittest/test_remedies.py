@@ -181,6 +181,7 @@ def test_what_is_good_enough_stays() -> None:
         ({**NEW, "payload_cuda": (12, 9), "payload_fault": PayloadFault.DRIVER}, ()),
         ({**NEW, "flashinfer_fault": "SyntaxError"}, ("pip install --force-reinstall --no-deps flashinfer-python==0.7.2.post1",)),
         ({**NEW, "flashinfer_fault": "RuntimeError: flashinfer-cubin version (0.6.13) does not match"}, ()),
+        ({**NEW, "flashinfer_fault": "PermissionError: [Errno 13] Permission denied: '/root/.cache'"}, ()),
         ({**NEW, "flashinfer_fault": "No module named 'triton'", "missing": ("triton",)}, ('pip install "triton"',)),
         (
             {**NEW, "dsl": "4.6.0", "unmet": ("nvidia-cutlass-dsl>=4.6.2a0 (4.6.0 is installed)",)},
@@ -196,6 +197,11 @@ def test_what_is_good_enough_stays() -> None:
 def test_commands(facts: dict[str, Any], commands: tuple[str, ...]) -> None:
     """Each is run in a real environment in ``tests/integration/test_payload.py``."""
     assert repair(**facts)[0] == commands
+
+
+def test_a_cache_without_permission_is_no_reason_to_install_anew() -> None:
+    (rejection,) = (r for _, r in b12x(**NEW, flashinfer_fault="PermissionError: '/root/.cache'").refused)
+    assert rejection.remedy == "name a folder that can be written in FLASHINFER_WORKSPACE_BASE"
 
 
 def test_a_pin_of_the_hosts_is_called_one() -> None:

@@ -123,7 +123,7 @@ def test_ctrl_c_at_work(tmp_path: Path) -> None:
     """A layer counts once every family has verified it, and an interrupt loses nothing that was shown."""
     layers = [random_experts(2, 128, 16)] * 150  # Ctrl-C must find it at work, however busy the machine
     file, model = tmp_path / "r.json", write_checkpoint(tmp_path / "model", layers, top_k=1)
-    command = *PROGRAM, "verify", str(model), "--tokens", "1", "--json", str(file)
+    command = *PROGRAM, "verify", str(model), "--tokens", "1", "--out", str(file)
     screen = terminal.run(*command, columns=60, interrupt_at="layers.1.mlp  ", TRTLLM_B12X_KERNELS="b12x,triton")
     assert screen.status == 130
     found = json.loads(file.read_text())

@@ -74,7 +74,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 def test_a_geometry(card: Clock, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    lines = run(*SIZES, "--json", out).output.splitlines()
+    lines = run(*SIZES, "--out", out).output.splitlines()
     assert lines[0] == "A stand-in (SM0): the tables are this GPU's, not another card's"
     assert "not CUTLASS" in lines[1]
     assert lines[2] == "a copy moves 1.00 TB/s, read plus written"
@@ -101,7 +101,7 @@ def test_two_kernels_of_a_format_that_the_host_has_no_path_for(
     """They are measured against each other, from drawn weights on."""
     monkeypatch.setattr(tune, "_families", lambda: ["triton", "grouped"])
     out = tmp_path / "out.json"
-    lines = run(*SIZES, "--format", "mxfp8", "--activation", activation, "--json", out).output.splitlines()
+    lines = run(*SIZES, "--format", "mxfp8", "--activation", activation, "--out", out).output.splitlines()
     assert "MXFP8: measured in " in lines[3]
     assert lines[3].endswith("triton 1-9, then grouped, 1 layers")
     assert lines[4].split() == ["tokens", "rows/expert", "triton", "us", "grouped", "us", "limit", "us", "chosen"]
@@ -121,7 +121,7 @@ def test_a_family_that_serves_beyond_decode(card: Clock, monkeypatch: pytest.Mon
     monkeypatch.setattr(tune, "_families", lambda: ["b12x", "grouped"])
     times = {"b12x": (1.0, 1.0), "grouped": (40.0, 0.05), HOST: (10.0, 0.1)}
     card.microseconds = lambda name, tokens: times[name][0] + times[name][1] * tokens
-    run(*SIZES, "--json", tmp_path / "out.json")
+    run(*SIZES, "--out", tmp_path / "out.json")
     (table,) = json.loads((tmp_path / "out.json").read_text())["tables"]
     assert table["chosen"] == [[1, 9, "b12x"], [10, 648, HOST], [649, 8192, "grouped"]]  # grouped is 3 % faster from 645 on
     assert {1024, 4096, 8192} <= {int(tokens) for tokens in table["microseconds"]}
@@ -134,7 +134,7 @@ def test_forms_of_a_kernel_beside_each_other(card: Clock, monkeypatch: pytest.Mo
     monkeypatch.setattr(UnquantizedReferenceKernel, "forms", lambda self: {name: copy.copy(self) for name in forms})
     monkeypatch.setattr(tune, "_families", lambda: ["triton"])
     card.microseconds = lambda name, tokens: 10.0 if name == HOST else tokens * forms[name.removeprefix("triton ")]
-    lines = run(*SIZES, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png").output.splitlines()
+    lines = run(*SIZES, "--out", tmp_path / "out.json", "--plot", tmp_path / "out.png").output.splitlines()
     assert lines[3].endswith("triton 16 64x256w4 128x256w4 1-9, then CUTLASS, 1 layers")
     assert lines[4:6] == [f"({letter}) triton {name}" for letter, name in zip("ab", forms, strict=True)]
     assert lines[6].split()[2:8] == ["(a)", "us", "(b)", "us", "host", "us"]
@@ -145,7 +145,7 @@ def test_forms_of_a_kernel_beside_each_other(card: Clock, monkeypatch: pytest.Mo
 
 def test_a_checkpoint_has_a_table_for_each_geometry_and_a_server_reads_it(card: Clock, tmp_path: Path) -> None:
     experts = [random_experts(4, 128, 64), random_experts(4, 128, 64, seed=1)]
-    result = run(write_checkpoint(tmp_path / "model", experts, top_k=2), "--tp", "2", "--ep", "2", "--json", "-")
+    result = run(write_checkpoint(tmp_path / "model", experts, top_k=2), "--tp", "2", "--ep", "2", "--json")
     (table,) = json.loads(result.stdout)["tables"]
     assert table["layer"] == "model.layers.0.mlp"
     assert [table["geometry"][name] for name in ("intermediate_size", "num_experts", "ranks")] == [256, 2, 2]  # 32 on the tile
@@ -157,13 +157,23 @@ def test_a_checkpoint_has_a_table_for_each_geometry_and_a_server_reads_it(card: 
     assert "on a rank" in result.stderr
 
 
+def test_a_cache_that_cannot_be_written_is_named(card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement is printed all the same."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    result = run(*SIZES, "--json")
+    folder = tmp_path / "file" / "trtllm_b12x"
+    assert f"warning: no table is stored for servers: {folder} cannot be written; set XDG_CACHE_HOME\n" in result.stderr
+    assert len(json.loads(result.stdout)["tables"]) == 1
+
+
 def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, words in (
         ([*SIZES, "--plot", tmp_path / "none" / "a.png"], "its folder does not exist; create it first"),
         ([], "give a CHECKPOINT or all of --experts, --top-k, --hidden, --intermediate, not both"),
         (SIZES[:6], "give a CHECKPOINT or all of"),
         ([tmp_path, *SIZES[:2]], "give a CHECKPOINT or all of"),
-        ([*SIZES, "--json", tmp_path / "none" / "a.json"], "its folder does not exist; create it first"),
+        ([*SIZES, "--out", tmp_path / "none" / "a.json"], "its folder does not exist; create it first"),
         ([*SIZES, "--activation", "tanh"], "activation 'tanh': there are kernels for "),
         ([*SIZES, "--activation", "gelu"], "ACTIVATION"),
         ([*SIZES, "--tp", "3"], "--tp 3 does not divide intermediate size 256"),
@@ -171,7 +181,7 @@ def test_what_cannot_be_measured(card: Clock, tmp_path: Path, monkeypatch: pytes
         ([*SIZES[:6], "--top-k", "9"], "--top-k 9 exceeds --experts 8"),
         (["--hidden", "144", *SIZES[2:]], "hidden size 144"),
         ([tmp_path / "none"], "none"),
-        ([*SIZES, "--json", "/proc/out.json"], "cannot be written"),
+        ([*SIZES, "--out", "/proc/out.json"], "cannot be written"),
     ):
         output = run(*arguments, status=2).output.replace("\n", " ")
         assert words in output

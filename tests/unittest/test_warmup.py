@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -189,7 +190,7 @@ def test_a_host_that_does_not_import_is_not_asked(tmp_path: Path) -> None:
 def test_a_checkpoint_says_its_own_formats(variables: dict[str, str], tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", [random_experts(3, 128, 64)], top_k=2)
     result = run(model, "--target", "sm_999a", **variables)
-    assert "'sm_999a' is none of sm_120a, sm_121a" in result.output
+    assert "'sm_999a' is not one of 'sm_120a', 'sm_121a'" in result.output
     result = run(model, "--target", "sm_121a", "--card", "5090", **variables)
     assert "'5090' is no card of sm_121a; there are GB10" in result.output
 
@@ -199,3 +200,9 @@ def test_cards_by_name_and_by_number() -> None:
     assert [card.multiprocessors for card in named] == [188, 170, 12]
     assert {card.multiprocessors for card in models("sm_120a")} == set(MODELS["sm_120a"].values())
     assert [card.capability for card in models("sm_121a")] == [121]
+
+
+def test_sizes_that_no_kernel_takes_are_one_line() -> None:
+    result = run(*sizes(experts=2**20, target="sm_120a", card=170), TRTLLM_B12X_KERNELS="triton")
+    assert result.exit_code == 1
+    assert re.search(r"^error: top \d+ of 1048576 experts: at most \d+ of 2048$", result.output, re.MULTILINE), result.output

@@ -43,6 +43,12 @@ def make(folder: Path) -> None:
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
 
 
+def writable(folder: Path) -> bool:
+    """Return whether files can be made in the folder, or in its first parent that exists."""
+    parent = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    return os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
+
+
 def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple[Any, bool]:
     """Return the result for ``key`` and True if it was cached. A result that ``keep`` refuses is not stored."""
     from filelock import FileLock, Timeout

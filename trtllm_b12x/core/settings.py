@@ -87,7 +87,7 @@ CROSSOVER = Switch(
     _crossover,
     "auto",
     ("auto", "64", "FILE"),
-    "from how many tokens on CUTLASS serves: as the card measures it, a fixed count, or what a file says (tune --json)",
+    "from how many tokens on CUTLASS serves: as the card measures it, a fixed count, or what a file says (tune --out)",
 )
 FREEZE = Switch(
     f"{_PREFIX}_FREEZE",

@@ -48,6 +48,8 @@ def decide(
     pips = FLASHINFERS | {RejectReason.EXPERT_PARALLEL} if newer else FLASHINFERS
     repairs = repair(environment, newer) if not pips.isdisjoint(findings) else ((), ())
     advice = {RejectReason.TRITON: "; ".join(item.remedy for item in environment.triton_lacks or ())}
+    if "PermissionError" in environment.flashinfer_fault:
+        advice[RejectReason.FLASHINFER_BROKEN] = "name a folder that can be written in FLASHINFER_WORKSPACE_BASE"
     if environment.sm == 0:
         advice[RejectReason.SM] = NO_GPU
     return Verdict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 
 from .inputs import Environment, PayloadFault
@@ -20,6 +21,7 @@ FLASHINFERS = frozenset(
 )
 """Reasons that concern the packages behind FlashInfer's kernels. pip can fix them."""
 
+_NO_REINSTALL = "does not match|PermissionError"
 _NOT_BY_PIP = (PayloadFault.DRIVER, PayloadFault.NO_ANSWER, PayloadFault.FOREIGN)
 
 
@@ -34,7 +36,7 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
     if flashinfer_moves:
         install.append(COMPLETE_FLASHINFER)
         moves += [f"flashinfer-python {e.flashinfer}{pinned}"] if e.flashinfer != "none" else []
-    elif RejectReason.FLASHINFER_BROKEN in wrong and not e.missing and "does not match" not in e.flashinfer_fault:
+    elif RejectReason.FLASHINFER_BROKEN in wrong and not e.missing and not re.search(_NO_REINSTALL, e.flashinfer_fault):
         reinstall.append(f"flashinfer-python=={e.flashinfer}")
 
     too_old = version_tuple(e.dsl or "") < OLDEST_DSL

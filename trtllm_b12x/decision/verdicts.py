@@ -26,7 +26,7 @@ class RejectReason(Enum):
     QUANTIZATION = "quantize the experts with nvidia-modelopt's NVFP4_DEFAULT_CFG, or leave the layer to TensorRT-LLM"
     GROUP_SIZE = "export the checkpoint with the group size that its format prescribes, 16 for NVFP4 and W4A16_NVFP4"
     PRE_QUANT_SCALE = "export without AWQ pre-quantization scales (NVFP4_DEFAULT_CFG)"
-    UNEQUAL_SCALES = "nothing to do: the triton kernels apply gate's and up's weight_scale_2 each"
+    UNEQUAL_SCALES = "nothing to do: the cuda and triton kernels apply gate's and up's weight_scale_2 each"
     DYNAMIC_QUANTIZATION = "leave force_dynamic_quantization off"
     ACTIVATION_DTYPE = "run the model in bfloat16 (dtype: bfloat16)"
     ACTIVATION = "nothing to do: CUTLASS serves this activation"

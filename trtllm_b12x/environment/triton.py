@@ -5,6 +5,7 @@ Nothing is imported. Each ptxas is run for its version.
 
 from __future__ import annotations
 
+import glob
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
+from trtllm_b12x.core import disk
 from trtllm_b12x.decision import Lacking, version_tuple
 
 from . import packages
@@ -50,13 +52,15 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
     if installed and version_tuple(installed) < OLDEST:
         return (Lacking(f"Triton {installed} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
     fault = _ptxas(sm or 0)  # its version is part of every key
-    compiled_before = any(cache_folder().glob("*/cuda_utils*.so"))  # the C module that Triton needs before it loads a kernel
+    compiled_before = glob.glob(
+        f"{glob.escape(str(cache_folder()))}/*/cuda_utils*.so"
+    )  # the C module that Triton needs before it loads a kernel
     return (*(() if compiled_before else tools_lacking()), *([fault] if fault is not None else ()))
 
 
 def tools_lacking() -> tuple[Lacking, ...]:
     """List what a compile lacks here that loading kernels from the cache does not need."""
-    return tuple(item for item in (_c_compiler(), _headers(), _cache_folder()) if item is not None)
+    return tuple(item for item in (_c_compiler(), _headers(), cache_lacking()) if item is not None)
 
 
 def block_scaled(sm: int | None) -> bool:
@@ -147,9 +151,11 @@ def libcuda() -> str:
     return next(found, f"not in {', '.join(folders)}: set TRITON_LIBCUDA_PATH to its folder, for warmup and for the server")
 
 
-def _cache_folder() -> Lacking | None:
-    folder = cache_folder()
-    parent = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
+def cache_lacking() -> Lacking | None:
+    """Return why nothing can be kept in Triton's cache, or None."""
+    folder, problem = cache_folder(), "cannot be written"
+    if os.fsencode(folder).decode(errors="replace") != str(folder):
+        problem = "has a name that is not UTF-8"
+    elif disk.writable(folder):
         return None
-    return Lacking(f"Triton's cache {folder} cannot be written", "name another folder in TRITON_CACHE_DIR")
+    return Lacking(f"Triton's cache {folder} {problem}", "name another folder in TRITON_CACHE_DIR")

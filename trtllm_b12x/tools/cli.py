@@ -12,6 +12,7 @@ from trtllm_b12x.core.version import __version__
 
 # Commands import what they need only when they run, so that --help stays quick.
 from .doctor import doctor
+from .progress import UnusableError
 from .tune import tune
 from .verify_command import verify
 from .warmup import warmup
@@ -24,12 +25,17 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)
+        except OSError as error:
+            if ctx.invoked_subcommand != "cache" or error.filename is None:  # of standard output
+                raise
+            problem = f"{disk.directory()}: {error.strerror}; remove it as its owner, or set XDG_CACHE_HOME"
+            raise UnusableError(problem) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="trtllm-b12x")
 def main() -> None:
-    """Quantized MoE decode inside TensorRT-LLM on SM120 and SM121: kernels of our own, or FlashInfer's b12x."""
+    """MoE kernels for quantized experts in TensorRT-LLM and vLLM, on SM120 and SM121: our own, and FlashInfer's b12x."""
 
 
 @main.command()
@@ -42,18 +48,15 @@ def switch() -> None:
 @click.pass_context
 def cache(ctx: click.Context) -> None:
     """Show the cache folder: CuTe DSL payloads found to load, compile results, and measured crossovers."""
+    folder = disk.directory()
     if ctx.invoked_subcommand is None:
-        folder = disk.directory()
         click.echo(f"{folder}: {sum(size for _, size in disk.contents())} bytes" if folder else "no folder: no HOME is known")
 
 
 @cache.command()
 def clear() -> None:
     """Remove the cache folder. The next process that needs its contents measures again."""
-    try:
-        click.echo(f"{disk.clear()} bytes removed")
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or disk.directory()}: {error.strerror}") from error
+    click.echo(f"{disk.clear()} bytes removed")
 
 
 for command in (doctor, tune, verify, warmup):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import importlib.util
 import itertools
 import json
@@ -24,7 +25,8 @@ from trtllm_b12x.core import disk, hook, settings
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.decision import Environment, Rejection, Resolution, families
 from trtllm_b12x.decision.families import Family
-from trtllm_b12x.dispatch.policy import MeasuredPolicy, Timings
+from trtllm_b12x.dispatch import store
+from trtllm_b12x.dispatch.policy import MeasuredPolicy
 from trtllm_b12x.engines.trtllm import host
 from trtllm_b12x.engines.vllm import facts
 from trtllm_b12x.engines.vllm.report import vllm_lines
@@ -32,7 +34,7 @@ from trtllm_b12x.environment import packages, prove
 from trtllm_b12x.environment.flashinfer import cache_folder
 from trtllm_b12x.formats.geometry import LayerShape
 
-from .options import TARGETS, opened, probe_machine, resolve_layer, shapes_in
+from .options import CHECKPOINT, TARGETS, as_json, opened, probe_machine, resolve_layer, shapes_in
 from .progress import UnusableError
 
 
@@ -80,10 +82,10 @@ class _Layer:
 
 
 @click.command(short_help="Show which kernels serve decode here, and why others do not.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the screen.")
+@as_json
 @click.option("--compile", "compile_", is_flag=True, help="Prove it: compile a kernel of each family (a minute).")
 @click.option("--target", type=click.Choice(sorted(TARGETS)), help="Check for this card instead of the one that is here.")
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="Check the MoE layers of this checkpoint.")
+@click.option("--checkpoint", type=CHECKPOINT, help="Check the MoE layers of this checkpoint.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None, checkpoint: Path | None) -> None:
     """Show which kernels serve decode here, why others do not, and what fixes it.
@@ -319,18 +321,30 @@ def _triton(e: Environment) -> str:
 
 def _paths() -> list[str]:
     """Return what says which kernel serves how many tokens: a setting, or the tables that cards have left here."""
-    word = os.environ.get(settings.CROSSOVER.name, "auto")
+    word = os.environ.get(settings.CROSSOVER.name) or "auto"
     if word.lower() != "auto":
         return [f"{settings.CROSSOVER.name}={word}"]
-    folder, lines = disk.directory(), []
-    for file in sorted(folder.glob("crossover-*.json")) if folder is not None else ():
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # measured again by a server
-            table = json.loads(file.read_text(encoding="utf-8"))
-            g, host = table["geometry"], table["paths"]["host"]
-            policy = MeasuredPolicy(Timings({int(tokens): row for tokens, row in table["microseconds"].items()}), "stored")
-            sizes = f"{g['num_experts']} experts, top {g['top_k']}, {g['hidden_size']} x {g['intermediate_size']}, {g['format']}"
-            lines.append(f"{table['card']['name']}, {sizes}: {policy.summary(host if host in settings.FAMILIES else 'CUTLASS')}")
-    return lines or ["not measured yet: the card is asked at the first call of a server, or by trtllm-b12x tune"]
+    folder = disk.directory()
+    files = [] if folder is None else sorted(glob.glob(f"{glob.escape(str(folder))}/{disk.TABLES}"))
+    stored = [_stored(Path(file)) for file in files]
+    lines = [line for line in stored if line] or [
+        "not measured yet: the card is asked at the first call of a server, or by trtllm-b12x tune"
+    ]
+    return lines + ([f"{stored.count('')} more of other versions, or damaged: no server reads them"] if "" in stored else [])
+
+
+def _stored(file: Path) -> str:
+    """Return a line about a stored table; empty if no server of this Python reads it."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        table = disk.read_owned(file)
+        key = store.Key(**{field.name: table[field.name] for field in dataclasses.fields(store.Key)})
+        current = (table["form"], key.conditions, key.file) == (store.FORM, store.versions(), file.name)
+        if timings := store.load(key) if current else None:
+            host = key.paths["host"]
+            summary = MeasuredPolicy(timings, "stored").summary(host if host in settings.FAMILIES else "CUTLASS")
+            sizes = "{num_experts} experts, top {top_k}, {hidden_size} x {intermediate_size}, {format}".format(**key.geometry)
+            return f"{key.card['name']}, {sizes}: {summary}"
+    return ""
 
 
 def _caches() -> list[str]:
@@ -339,7 +353,10 @@ def _caches() -> list[str]:
     with contextlib.suppress(RuntimeError):  # no home
         folders.append(cache_folder())
     for folder in folders:
-        if folder is not None and folder.is_dir():
-            size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
-            lines.append(f"{folder}: {size / 1e6:.1f} MB")
+        if folder is not None and os.path.isdir(folder):
+            size = sum(os.lstat(os.path.join(path, name)).st_size for path, _, names in os.walk(folder) for name in names)
+            readable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+            lines.append(
+                f"{folder}: {size / 1e6:.1f} MB" + ("" if readable else ", and you have no permission to read or write it")
+            )
     return lines

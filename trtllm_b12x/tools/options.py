@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 TARGETS = {"sm_120a": 120, "sm_121a": 121}
+CHECKPOINT = FILE = click.Path(path_type=Path, readable=False)  # what is wrong with it is said where it is opened
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else goes to standard error.")
+out_file = click.option("--out", type=FILE, help="Write that JSON object to this file.")
 _SIZES = ("experts", "top_k", "hidden", "intermediate")
 
 
@@ -58,7 +61,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--experts", type=click.IntRange(1, most), help="Experts of the layer, over all ranks."),
         click.option("--intermediate", type=click.IntRange(16, most), help="Intermediate size of an expert, before any split."),
         click.option("--hidden", type=click.IntRange(128, most), help="Hidden size."),
-        click.argument("checkpoint", type=click.Path(path_type=Path), required=False),
+        click.argument("checkpoint", type=CHECKPOINT, required=False),
     ):
         command = option(command)
     return command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -30,25 +31,27 @@ def plain(text: object) -> str:
 
 
 def expect_writable(file: Path | None) -> None:
-    """Expect that the file, if given and not ``-``, can be made: its folder exists, and it is no folder."""
-    if file is None or str(file) == "-":
+    """Raise UnusableError if a file is given that cannot be made here."""
+    if file is None:
         return
-    if file.is_dir():
+    folder = file.absolute().parent
+    if os.path.isdir(file):
         raise UnusableError(f"{file}: cannot be written (it is a folder); choose another file")
-    if not file.absolute().parent.is_dir():
+    if os.path.isfile(folder):
+        raise UnusableError(f"{file}: cannot be written ({folder} is a file, not a folder); choose another file")
+    if not os.path.isdir(folder):
         raise UnusableError(f"{file}: its folder does not exist; create it first")
+    if not os.access(folder if is_replaceable(file) else file, os.W_OK):
+        raise UnusableError(f"{file}: cannot be written (no permission); choose another file, or chmod u+w {folder}")
 
 
 def is_replaceable(file: Path) -> bool:
-    """Return whether the file may be replaced at any time. ``-``, pipes and devices are written once."""
-    return str(file) != "-" and (file.is_file() or not file.exists())
+    """Return whether the file may be replaced at any time. Pipes and devices are written once."""
+    return os.path.isfile(file) or not os.path.exists(file)
 
 
 def write(file: Path, text: str) -> None:
-    """Write a file atomically, or to a device, or to standard output if it is ``-``."""
-    if str(file) == "-":
-        click.echo(text, nl=False)
-        return
+    """Write a file atomically, or to a device."""
     try:
         if is_replaceable(file):
             disk.replace(file, text)

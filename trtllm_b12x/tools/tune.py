@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from trtllm_b12x.core import settings
+from trtllm_b12x.core import disk, settings
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.version import __version__
 from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy, Timings, counts_to_measure, fastest
@@ -24,25 +24,25 @@ _DEVICE = "cuda:0"
 
 @click.command(short_help="Measure which path is the fastest at how many tokens.")
 @options.options
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for stdout.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw every path's times as PNG; needs matplotlib.")
+@options.as_json
+@options.out_file
+@click.option("--plot", "plot_file", type=options.FILE, help="Draw every path's times as PNG; needs matplotlib.")
 @click.pass_context
-def tune(ctx: click.Context, json_file: Path | None, plot_file: Path | None, **layer: Any) -> None:
+def tune(ctx: click.Context, as_json: bool, out: Path | None, plot_file: Path | None, **layer: Any) -> None:
     """Measure each kernel family, with each set of tiles, and TensorRT-LLM's own path on this card, as a server does at warm-up.
 
     Measures each geometry of a CHECKPOINT in a known format, or one given by its sizes. MXFP8 families are compared with each
     other. Weights are random: times do not depend on them. The table is stored where a server of this installation looks for it.
-    A --json file serves other machines with the same kind of card through TRTLLM_B12X_CROSSOVER=FILE.
+    An --out file serves other machines with the same kind of card through TRTLLM_B12X_CROSSOVER=FILE.
 
     Exit status: 0 measured, 2 no GPU or nothing to measure, 130 interrupted.
     """
     shapes = options.layer_shapes(**layer)
-    expect_writable(json_file)
-    if plot_file is not None:
-        expect_writable(plot_file)
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UnusableError("--plot needs matplotlib: pip install matplotlib")
-    ctx.exit(_tune(shapes, options.Ranks(layer["tp"], layer["ep"]), _gpu(), json_file, plot_file))
+    expect_writable(out)
+    expect_writable(plot_file)
+    if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UnusableError("--plot needs matplotlib: pip install matplotlib")
+    ctx.exit(_tune(shapes, options.Ranks(layer["tp"], layer["ep"]), _gpu(), as_json, out, plot_file))
 
 
 def _gpu() -> str:
@@ -62,17 +62,24 @@ def _families() -> list[str]:
     return [family for family, kernel in candidate_kernels("cuda").items() if kernel.features.name == family]  # no stand-ins
 
 
-def _tune(shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, json_file: Path | None, plot_file: Path | None) -> int:
+def _tune(
+    shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, to_stderr: bool, out: Path | None, plot_file: Path | None
+) -> int:
+    """Measure, print and write. ``to_stderr``: standard output gets one JSON object, and standard error the lines."""
     from trtllm_b12x.dispatch import timing
     from trtllm_b12x.engines.trtllm import build_layer
 
     tables: list[dict[str, Any]] = []
-    to_stderr, embedded = str(json_file) == "-", build_layer.is_embedded()
+    embedded = build_layer.is_embedded()
     with progress_bar("measuring layers") as set_progress:
         print_line(f"{gpu}: the tables are this GPU's, not another card's", to_stderr)
         if embedded:
             words = "TensorRT-LLM is not installed: the host's path is the embedded host's operator in torch, not CUTLASS"
             print_line(words, to_stderr)
+        folder = disk.directory()
+        if folder is None or not disk.writable(folder):
+            problem = f"{folder} cannot be written" if folder else "no HOME is known"
+            print_line(f"warning: no table is stored for servers: {problem}; set XDG_CACHE_HOME", err=True)
         copy = timing.copy_bandwidth()
         print_line(f"a copy moves {copy / 1e12:.2f} TB/s, read plus written", to_stderr)
         for number, (name, shape) in enumerate(shapes.items()):
@@ -87,15 +94,18 @@ def _tune(shapes: dict[str, LayerShape], ranks: options.Ranks, gpu: str, json_fi
             tables.append(table)
             for text in lines:
                 print_line(text, to_stderr)
-    if json_file is not None:
-        content = {
-            "trtllm_b12x": __version__,
-            "gpu": gpu,
-            "embedded_host": embedded,
-            "copy_bytes_per_second": round(copy),
-            "tables": tables,
-        }
-        write(json_file, json.dumps(content, indent=1) + "\n")
+    content = {
+        "trtllm_b12x": __version__,
+        "gpu": gpu,
+        "embedded_host": embedded,
+        "copy_bytes_per_second": round(copy),
+        "tables": tables,
+    }
+    text = json.dumps(content, indent=1)
+    if out is not None:
+        write(out, f"{text}\n")
+    if to_stderr:
+        click.echo(text)
     if plot_file is not None and tables:
         _plot(tables, gpu, plot_file)
         print_line(f"wrote {plot_file}", to_stderr)
@@ -177,5 +187,5 @@ def _plot(tables: list[dict[str, Any]], gpu: str, file: Path) -> None:
         ax.plot(list(limits), list(limits.values()), color="black", linestyle=":", label="copy of what is read")
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds of a layer", title=f"{table['layer']}, {gpu}")
         ax.legend(fontsize="small")
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=120, format="png")
     pyplot.close(figure)

@@ -21,7 +21,7 @@ from trtllm_b12x.decision import Environment
 from trtllm_b12x.decision.families import FAMILIES
 from trtllm_b12x.dispatch.schedule import default_crossover
 
-from .options import Ranks
+from .options import CHECKPOINT, Ranks, as_json, out_file
 from .progress import UnusableError, expect_writable, is_replaceable, plain, print_line, progress_bar, write
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _families(ctx: click.Context, param: click.Parameter, text: str | None) -> s
 
 
 @click.command(short_help="Check the MoE layers of a quantized checkpoint.")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--layers", type=_Numbers(0, 99_999, 10_000), help="Layer indices such as 0,4-7.  [default: every MoE layer]")
 @click.option("--sample", type=click.IntRange(1), help="Check only this many layers, evenly spread, for a first answer.")
 @click.option(
@@ -96,18 +96,19 @@ def _families(ctx: click.Context, param: click.Parameter, text: str | None) -> s
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of activations and routing.")
 @click.option("--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Tensor-parallel ranks to simulate.")
 @click.option("--ep", type=click.IntRange(1, 1024), default=1, show_default=True, help="Expert-parallel ranks to simulate.")
-@click.option("--original", type=click.Path(path_type=Path), help="Unquantized model to compare weights and outputs with.")
+@click.option("--original", type=CHECKPOINT, help="Unquantized model to compare weights and outputs with.")
 @click.option("--require-b12x", is_flag=True, help="Fail layers that none of the kernel families serves.")
 @click.option("--device", callback=_device, help="cpu, cuda, cuda:1, ...  [default: cuda if available]")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every number to this file; - for stdout.")
+@as_json
+@out_file
 @click.pass_context
 def verify(ctx: click.Context, kernels: str, **options: Any) -> None:
     """Check the MoE layers of a quantized CHECKPOINT (a folder with config.json and *.safetensors).
 
     Each layer is loaded as TensorRT-LLM loads it, once for each kernel family that serves it, run at token counts that the
     family serves, and compared with a float32 reference that dequantizes the checkpoint's own tensors. Kernels that keep
-    activations in bf16 (triton) are compared with a reference that does so too. One more case has outliers four times as large
-    as calibrated. The tokens of a case go to 16 experts. The bits and scales of every expert are compared.
+    activations in bf16 (cuda, triton) are compared with a reference that does so too. One more case has outliers four times as
+    large as calibrated. The tokens of a case go to 16 experts. The bits and scales of every expert are compared.
 
     A checkpoint alone cannot show swapped experts, layers, or gate and up, nor weights of another model. --original can.
 
@@ -124,7 +125,7 @@ def verify(ctx: click.Context, kernels: str, **options: Any) -> None:
     ctx.exit(status)
 
 
-def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp: int, ep: int, **options: Any) -> int:
+def _verify(checkpoint: Path, as_json: bool, out: Path | None, original: Path | None, tp: int, ep: int, **options: Any) -> int:
     from torch import OutOfMemoryError
 
     from trtllm_b12x.engines.trtllm.host import use_embedded
@@ -134,7 +135,7 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
     from .verify import Case, Tolerances
 
     use_embedded()  # also if TensorRT-LLM is installed: our code is the same there
-    expect_writable(json_file)
+    expect_writable(out)
     source = Checkpoint(checkpoint)
     plain_model = Checkpoint(original) if original else None
     if plain_model is not None:
@@ -163,9 +164,14 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
 
     def line(text: str) -> None:
         """Print a line of the table. It goes to standard error if the JSON report goes to standard output."""
-        print_line(text, err=str(json_file) == "-")
+        print_line(text, err=as_json)
 
-    _write_report(json_file, head, reports, errors, "running")
+    def write_report(status: str) -> None:
+        """Write the report, if there is a file for it. Pipes and devices get it once, at the end."""
+        if out is not None and (status != "running" or is_replaceable(out)):
+            write(out, _report(head, reports, errors, status))
+
+    write_report("running")
     name_width, verified = max(len(plain(layer.name)) for layer in chosen), 0
     try:
         with progress_bar("verifying layers") as set_progress:
@@ -185,7 +191,7 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
                     if text not in errors.values():  # ranks do not divide any layer
                         print_line(f"error: {text}", err=True)
                     errors[layer.name] = text
-                _write_report(json_file, head, reports, errors, "running")
+                write_report("running")
         status = _status(reports, errors)
         if reports:
             if plain_model is None and any(report.compared for report in reports):
@@ -196,7 +202,9 @@ def _verify(checkpoint: Path, json_file: Path | None, original: Path | None, tp:
     except KeyboardInterrupt:
         line(f"interrupted: {verified} of {len(chosen)} layers were verified")
         status = "interrupted"
-    _write_report(json_file, head, reports, errors, status)
+    write_report(status)
+    if as_json:
+        click.echo(_report(head, reports, errors, status), nl=False)
     return _EXIT_STATUS[status]
 
 
@@ -338,15 +346,8 @@ def _row(name: str, cells: Iterable[str]) -> str:
     return "  ".join((name, *padded)).rstrip()
 
 
-def _write_report(
-    file: Path | None, head: dict[str, Any], reports: list[LayerReport], errors: dict[str, str], status: str
-) -> None:
-    """Write the report, if there is a file for it. ``-``, pipes and devices get it once, at the end.
-
-    ``errors`` maps a layer to the reason why it could not be verified. Raise UnusableError if the file cannot be written.
-    """
-    if file is None or (status == "running" and not is_replaceable(file)):
-        return
+def _report(head: dict[str, Any], reports: list[LayerReport], errors: dict[str, str], status: str) -> str:
+    """Return the report as JSON. ``errors`` maps a layer to the reason why it could not be verified."""
     layers = [
         {
             **asdict(report.layer),
@@ -357,7 +358,7 @@ def _write_report(
         for report in reports
     ]
     content = {**head, "status": status, "passed": status == "passed", "errors": errors, "layers": layers}
-    write(file, json.dumps(_finite(content), indent=2, allow_nan=False, default=str) + "\n")
+    return json.dumps(_finite(content), indent=2, allow_nan=False, default=str) + "\n"
 
 
 def _finite(value: Any) -> Any:

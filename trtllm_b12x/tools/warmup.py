@@ -22,12 +22,8 @@ if TYPE_CHECKING:
     from trtllm_b12x.kernels.warmup import CompileResult, CompileTask
 
 
-def _targets(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
-    words = list(dict.fromkeys(word.strip() for word in text.split(",")))
-    unknown = [word for word in words if word not in options.TARGETS]
-    if unknown:
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(options.TARGETS)}")
-    return words
+_TARGET = click.Choice(list(options.TARGETS))
+_CARD = "A model (RTX 5090, GB10, ...) or a number of SMs; may be repeated.  [default: all known of the target]"
 
 
 @click.command(short_help="Compile every kernel of a model ahead of time, without a GPU.")
@@ -35,18 +31,19 @@ def _targets(ctx: click.Context, param: click.Parameter, text: str) -> list[str]
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float16"]), default="bfloat16", show_default=True, help="Of activations."
 )
-@click.option("--target", "targets", callback=_targets, required=True, help="sm_120a, sm_121a, or both with a comma between.")
-@click.option(
-    "--card",
-    "cards",
-    multiple=True,
-    help="A model (RTX 5090, RTX PRO 6000, GB10, ...) or a number of SMs; may be repeated.  [default: all known of the target]",
-)
+@click.option("--target", "targets", type=_TARGET, multiple=True, required=True, help="Cards to compile for; may be repeated.")
+@click.option("--card", "cards", multiple=True, help=_CARD)
 @click.option("--jobs", type=click.IntRange(1, 256), help="Processes that compile.  [default: one for each core]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@options.as_json
 @click.pass_context
 def warmup(
-    ctx: click.Context, dtype: str, targets: list[str], cards: tuple[str, ...], jobs: int | None, as_json: bool, **layer: Any
+    ctx: click.Context,
+    dtype: str,
+    targets: tuple[str, ...],
+    cards: tuple[str, ...],
+    jobs: int | None,
+    as_json: bool,
+    **layer: Any,
 ) -> None:
     """Compile every kernel that serving will take into the caches that a server reads: Triton's and FlashInfer's.
 
@@ -56,8 +53,10 @@ def warmup(
     Exit status: 0 all is in the caches, 1 a kernel could not be compiled, 2 there is nothing to compile, or nothing to compile
     with, 130 interrupted. What was compiled before an interrupt is kept.
     """
+    if cache := triton.cache_lacking():
+        raise UnusableError(f"{cache.what}; {cache.remedy}")
     shapes = {name: dataclasses.replace(shape, dtype=dtype) for name, shape in options.layer_shapes(**layer).items()}
-    reports = [_fill(shapes, options.Ranks(layer["tp"], layer["ep"]), name, cards, jobs) for name in targets]
+    reports = [_fill(shapes, options.Ranks(layer["tp"], layer["ep"]), name, cards, jobs) for name in dict.fromkeys(targets)]
     caches = {"triton": str(triton.cache_folder()), "flashinfer": str(flashinfer.cache_folder())}
     content = {"trtllm_b12x": __version__, "caches": caches, "targets": [report for report, _ in reports]}
     click.echo(json.dumps(content, indent=1) if as_json else _screen(content, shapes))
@@ -95,7 +94,7 @@ def _fill(
 
         try:
             warmup.run(tasks, models_, report, jobs)
-        except PlanError as error:
+        except (PlanError, ValueError) as error:
             set_progress(len(results), len(results))  # raises if Ctrl-C caused the error
             print_line(f"error: {error}", err=True)
             failed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 _TYPES = {int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+
+_NO_PERMISSION = "you have no permission to read it", "run this as its owner, or let its owner run chmod -R a+rX on the folder"
 
 _GIVE_EXPORT = "give the folder that export_hf_checkpoint wrote, or a folder below snapshots/ in a Hugging Face cache"
 
@@ -85,6 +88,8 @@ class TensorFiles:
         missing = min(set(index.values()).difference(names), default=None)
         if missing is not None:
             raise CheckpointError(directory / INDEX, f"lists {missing[:200]}, which is not in this folder", "copy the shard")
+        if not names and not os.access(directory, os.R_OK):
+            raise CheckpointError(directory, *_NO_PERMISSION)
         if not names:
             raise CheckpointError(directory, "holds no *.safetensors", _GIVE_EXPORT)
         for file in names:
@@ -155,7 +160,13 @@ def _opening(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise CheckpointError(path, "missing", _GIVE_EXPORT) from None
+    except PermissionError:
+        raise CheckpointError(path, *_NO_PERMISSION) from None
+    except IsADirectoryError:
+        raise CheckpointError(path, "is a folder, not a file") from None
     except (OSError, SafetensorError, ValueError) as error:
+        if os.fsencode(path).decode(errors="replace") != str(path):
+            raise CheckpointError(path, "safetensors opens no path that is not UTF-8", "rename it") from None
         raise CheckpointError(path, f"cannot be opened ({error})") from error
 
 

@@ -164,7 +164,7 @@ class Checkpoint:
         self.directory = Path(directory)
         if not os.path.isdir(directory):  # also if the path is too long or holds a NUL
             remedy = "give the folder that holds config.json"
-            if re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", str(directory)):
+            if not os.path.isfile(directory) and re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", str(directory)):
                 remedy = f"for a Hugging Face name, give the folder that this prints: hf download {directory}"
             problem = "is a file, not a folder" if os.path.isfile(directory) else "no such directory, or no permission to see it"
             raise CheckpointError(str(directory)[:300], problem, remedy)
