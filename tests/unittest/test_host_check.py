@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,9 +37,9 @@ def host_from_32(name: str, tokens: int) -> float:
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def card(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv(settings.CROSSOVER.name, "auto")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no tables of earlier tests
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
     with standing_in(Clock(host_from_32)):
         yield

@@ -83,7 +83,7 @@ def load(key: Key) -> Timings | None:
 
 
 def load_file(path: Path, key: Key) -> Timings:
-    """Load a table from a user's file, or from ``trtllm-b12x tune --json``. Card and geometry must match, versions need not.
+    """Load a table from a user's file, or from ``trtllm-b12x tune --out``. Card and geometry must match, versions need not.
 
     Raise ValueError, which says why, if the file holds no matching table or cannot be read.
     """
