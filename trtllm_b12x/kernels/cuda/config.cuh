@@ -7,6 +7,8 @@
 // Values of GATE_ORDER: where the rows of gate and up lie. Values of ACTIVATION; any other is GELU.
 constexpr int UP_GATE = 0, GATE_UP = 1, BY_TURNS = 2;
 constexpr int SWIGLU = 0, SWIGLU_BIAS = 1, GEGLU = 2, RELU2 = 3, SILU = 4;
+// The phases of a launch, in order: values of a task's kind.
+constexpr u32 FC1 = 0, FC2 = 1, SUM = 2, END = 3;
 // Values of BIAS.
 constexpr int NO_BIAS = 0, BFLOAT16_BIAS = 1, FLOAT16_BIAS = 2, FLOAT32_BIAS = 3;
 
@@ -57,6 +59,8 @@ constexpr u64 EXPERT_SCALES2 =
 // do not begin at multiples of ROW_SCALES are UNEVEN: they are copied in words, the first of which may begin 2 bytes
 // ahead, or 1 to 3 where rows have an odd number of scales.
 constexpr int LOADS = CODE_BITS / 4;
+template <int phase>
+constexpr int HALVES = phase == FC1 ? HALVES1 : HALVES2;
 constexpr int HALF_CODES = 2 * 512 * LOADS;
 constexpr int ROW_SCALES = 128 / GROUP;
 constexpr int BLOCK_SCALES = (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES) / 2;  // in units of 2 bytes

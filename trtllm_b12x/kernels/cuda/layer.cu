@@ -48,7 +48,7 @@ DEVICE void set_up(const Block& b) {
   const int warp = __shfl_sync(~0u, b.warp, 0);  // in a uniform register
   if (b.lane == 0) {
     ROLLED
-    for (int i = warp; i < Shared::BARRIERS; i += THREADS / 32) barrier_init(shared.barrier(i), Shared::arrivals(i));
+    for (int i = warp; i < BARRIERS; i += THREADS / 32) barrier_init(shared.barrier(i), Shared::arrivals(i));
   }
   if (threadIdx.x == 0) store_shared(shared.factors(), 0);
   if (GATHER) {

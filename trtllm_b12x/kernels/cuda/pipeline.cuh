@@ -111,20 +111,23 @@ struct Stages {
     }
     if (kind == FC1 ? waiting >= STAGES1 : halves_in_use() + HALVES2 > RING_HALVES) return false;
     if (kind == FC1)
-      asked<FC1>(HALVES1, copy1(ring + slot, load_shared_16(b.shared.entry(number) + TILES_AT +
-                                                            16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)))));
+      asked<FC1>(copy1(ring + slot, next_tile()));
     else
-      asked<FC2>(HALVES2, copy2(ring + slot));
+      asked<FC2>(copy2(ring + slot));
     return true;
   }
-  // A stage of `size` halves was asked for, or none of a task of FC2.
+  // FC1: where the tile lies of which a stage is asked for next.
+  DEVICE uint4 next_tile() const {
+    return load_shared_16(b.shared.entry(number) + TILES_AT + 16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)));
+  }
+  // A stage was asked for, or none of a task of FC2.
   template <int phase>
-  DEVICE void asked(int size, bool task_ends) {
+  DEVICE void asked(bool task_ends) {
     if (phase == FC1 || units > 0) {
       copy_commit();
       waiting++;
       if (HALVES1 != HALVES2 && phase == FC1) tall++;
-      slot += size * HALF_BYTES;
+      slot += HALVES<phase> * HALF_BYTES;
       if (slot == RING_BYTES) slot = 0;
     }
     if (task_ends) {
@@ -210,12 +213,6 @@ struct Stages {
     return ++stage >= units;
   }
 
-  // Waits until the stage that is used next is there.
-  DEVICE void open() {
-    if (waiting == 0) fill<ONE_STAGE>();
-    wait_for_oldest<1>();
-    __syncwarp();
-  }
   // Waits for the oldest of the stages on their way: `waiting`, at least `least`.
   template <int least>
   DEVICE void wait_for_oldest() const {
@@ -224,16 +221,32 @@ struct Stages {
     }
     copy_wait<least - 1>();
   }
-  // It is in registers: asks for another one in its place.
+  // Reads the oldest stage, of FC2 or of FC1's columns of `block`, when it is there, and asks for others in its place.
+  // ONE_TOKEN: none is on its way if its task was not published in time.
   template <int phase>
-  DEVICE void close() {
-    constexpr int size = phase == FC1 ? HALVES1 : HALVES2;
-    __syncwarp();
-    waiting--;
-    if (HALVES1 != HALVES2 && phase == FC1) tall--;
-    used += size * HALF_BYTES;
-    if (used == RING_BYTES) used = 0;
-    fill();
+  DEVICE void take(Rows (*rows)[2], int block) {
+    for (bool there = false; !there;) {
+      if (ONE_TOKEN && waiting == 0) {
+        kind_of(b, number);
+      } else {
+        if constexpr (!ONE_TOKEN)
+          if (waiting == 0) fill<ONE_STAGE>();
+        wait_for_oldest<1>();
+        __syncwarp();
+        UNROLL
+        for (int half = 0; half < HALVES<phase>; half++) read_half<phase>(rows[half], half, block);
+        __syncwarp();
+        waiting--;
+        if (HALVES1 != HALVES2 && phase == FC1) tall--;
+        used += HALVES<phase> * HALF_BYTES;
+        if (used == RING_BYTES) used = 0;
+        there = true;
+      }
+      if constexpr (ONE_TOKEN)
+        fill_phase<phase>();
+      else
+        fill();
+    }
   }
   // Asks for as many stages as there is room for, of tasks that are published. It waits for the first task, but not for
   // others: a warp may have no unit of any; or for one stage.
@@ -263,7 +276,7 @@ struct Stages {
       from.x += expert * (u32)(EXPERT_CODES1 / 16);
       from.y += expert * (u32)(EXPERT_SCALES1 / 2);
       from.z += expert * (u32)(EXPERT_SCALES1 / 2);
-      asked<FC1>(HALVES1, copy1(ring + slot, from));
+      asked<FC1>(copy1(ring + slot, from));
     }
   }
   // Routes are known, and so are the first tasks of the block's own virtual block. Not as many as there are entries:
@@ -281,40 +294,27 @@ struct Stages {
     while ((phase == FC1 ? waiting < STAGES1 : halves_in_use() + HALVES2 <= RING_HALVES && stage < most) &&
            is_published(b, number) && load_shared(b.shared.entry(number)) == phase) {
       if (phase == FC1)
-        asked<FC1>(HALVES1, copy1(ring + slot, load_shared_16(b.shared.entry(number) + TILES_AT + 16 * part)));
+        asked<FC1>(copy1(ring + slot, next_tile()));
       else
-        asked<FC2>(HALVES2, copy2(ring + slot));
-    }
-  }
-  // Calls `read` when the oldest stage is there, and asks for others of the phase in its place. None is on its way if
-  // its task was not published in time.
-  template <int phase, class Read>
-  DEVICE void take(Read read) {
-    for (bool there = false; !there;) {
-      if (waiting == 0) {
-        kind_of(b, number);
-      } else {
-        wait_for_oldest<1>();
-        __syncwarp();
-        read();
-        __syncwarp();
-        waiting--;
-        if (HALVES1 != HALVES2 && phase == FC1) tall--;
-        used += (phase == FC1 ? HALVES1 : HALVES2) * HALF_BYTES;
-        if (used == RING_BYTES) used = 0;
-        there = true;
-      }
-      fill_phase<phase>();
+        asked<FC2>(copy2(ring + slot));
     }
   }
   // A task of FC2 of which this warp has no unit: nothing of it is to be asked for.
   DEVICE void pass(u32 task) {
     if (number == task) number++;
   }
-  // Reads a half of the stage: two pieces. `scales`: where this lane's are, `other`: from there to the other piece's.
-  // What lies beyond the `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
+  // Reads a half of the stage that is used next, of the columns of `block`.
+  template <int phase>
+  DEVICE void read_half(Rows* rows, int half, int block) const {
+    if (phase == FC1)
+      read_pieces<ONE_TOKEN>(rows, half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
+    else
+      read_pieces<SLICES2>(rows, half, read2 + half * HALF2, OTHER2, block * 128, NARROW ? 128 : 0, INTERMEDIATE);
+  }
+  // Reads two pieces. `scales`: where this lane's are, `other`: from there to the other piece's. What lies beyond the
+  // `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
   template <bool slices>
-  DEVICE void read(Rows* rows, int half, u32 scales, u32 other, int column, int beside, int columns) const {
+  DEVICE void read_pieces(Rows* rows, int half, u32 scales, u32 other, int column, int beside, int columns) const {
     const u32 from = ring + used;
     UNROLL
     for (int i = 0; i < 2; i++) {
@@ -350,11 +350,5 @@ struct Stages {
   DEVICE u32 columns_there(int column, int columns) const {
     const int first = column + (CODE_BITS == 8 ? t * 32 : (t & 1) * 64);
     return first >= columns ? 0 : first + 32 < columns ? ~0u : GROUP == 16 ? 0xffff : 255;
-  }
-  DEVICE void read1_half(Rows* rows, int half, int block) const {
-    read<ONE_TOKEN>(rows, half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
-  }
-  DEVICE void read2_half(Rows* rows, int half, int block) const {
-    read<SLICES2>(rows, half, read2 + half * HALF2, OTHER2, block * 128, NARROW ? 128 : 0, INTERMEDIATE);
   }
 };

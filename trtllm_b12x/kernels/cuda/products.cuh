@@ -49,10 +49,7 @@ struct Multiplier : MultiplyingWarp {
     for (int i = 0; i < BLOCKS_A_WARP; i++) {
       if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
       Rows rows[HALVES][2];
-      stages.open();
-      UNROLL
-      for (int half = 0; half < HALVES; half++) stages.read1_half(rows[half], half, stages.split1 + i * SPLIT1);
-      stages.close<FC1>();
+      stages.take<FC1>(rows, stages.split1 + i * SPLIT1);
       ready(i);
       UNROLL
       for (int half = 0; half < HALVES; half++)
@@ -101,15 +98,7 @@ struct Multiplier : MultiplyingWarp {
     for (int i = 0; i < own; i++) {
       const int block = begin + i * STEP;
       Rows rows[HALVES][2];
-      stages.open();
-      UNROLL
-      for (int half = 0; half < HALVES; half++) {
-        if (fc2)
-          stages.read2_half(rows[half], half, block);
-        else
-          stages.read1_half(rows[half], half, block);
-      }
-      stages.close<phase>();
+      stages.take<phase>(rows, block);
       if (fc2)
         in.wait_for_h(in.x[0], block * 128, true, [&] { in.load<phase>(in.x[0], block); });
       else
@@ -162,10 +151,7 @@ struct Multiplier : MultiplyingWarp {
         const u32 unit = b.warp + (from + j) * WARPS;
         const float factor = load_shared_float(route_of(unit) + ROUTE_FACTOR);
         Rows rows[HALVES][2];
-        stages.open();
-        UNROLL
-        for (int half = 0; half < HALVES; half++) stages.read2_half(rows[half], half, unit % UNITS2);
-        stages.close<FC2>();
+        stages.take<FC2>(rows, unit % UNITS2);
         in.wait_for_h(in.x[0], block_of_mine * 128, g == j, [&] { in.load<FC2>(in.x[0], 0); });
         const bool has = t == j >> 1, odd = j & 1;
         UNROLL

@@ -182,17 +182,7 @@ struct MultiplyingWarp {
         if (i >= units) break;
         const u32 unit = b.warp + i * WARPS;
         Rows read[HALVES2][2];
-        auto read_halves = [&] {
-          UNROLL
-          for (int half = 0; half < HALVES2; half++) stages.read2_half(read[half], half, unit % UNITS2 * UNIT_BLOCKS);
-        };
-        if (ONE_TOKEN) {
-          stages.take<FC2>(read_halves);
-        } else {
-          stages.open();
-          read_halves();
-          stages.close<FC2>();
-        }
+        stages.take<FC2>(read, unit % UNITS2 * UNIT_BLOCKS);
         const float factor =
             load_shared_float(ONE_TOKEN ? b.shared.unit(unit) + UNIT_FACTOR : route_of(unit) + ROUTE_FACTOR);
         wait_for_h(h_at[j], h[j]);

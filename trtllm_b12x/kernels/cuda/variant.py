@@ -40,6 +40,8 @@ MOST_BLOCKS = 256
 _MAX_TOP_K = 32
 _MAX_SCORED = 512
 """Experts whose logits a warp compares."""
+_BIASES = (None, torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of a bias by number, as ``config.cuh`` has them."""
 _SCORING = ("softmax", "sigmoid", "sigmoid_tanh")
 """Kinds of ``Scoring`` by number, as ``scoring.cuh`` has them."""
 SPIN_SECONDS = 30
@@ -187,93 +189,47 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
     elif tokens * g.stored_hidden < 32 * _TASKS:  # Nemotron-3-Super at 2 tokens 63.4 us on an H100, without this choice 66.1
         choices[:1] = [(2, 1, 1, 4)] if tall else []
     for chosen, times in product(choices, tasks):
-        tiles = max(parts * times, parts2)
         ring = warps * chosen[-1] * (256 * bits + 16 * scales)
         sums = buffers * warps * min(tokens, _COLUMNS) * 64
-        barriers = 8 * (2 * buffers + 1 + 2 * entries)
-        offsets = _shared_memory(g, tokens, units, ring, sums, barriers, entries * (16 + 16 * tiles))
-        if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or chosen in ((2, 2, 2, 4), choices[-1])):
+        tiles = entries * (16 + 16 * max(parts * times, parts2))
+        shared = _shared_bytes(g, tokens, ring + sums + 8 * (2 * buffers + 1 + 2 * entries), tiles, units)
+        if shared <= _SHARED_MEMORY and (ring <= _RING or chosen in ((2, 2, 2, 4), choices[-1])):
             break
     else:
         return None
-    bias = 0 if g.bias is None else {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[g.bias]
-    values: dict[str, int | float] = {
-        "HIDDEN": g.hidden_size,
-        "STORED_HIDDEN": g.stored_hidden,
-        "INTERMEDIATE": g.intermediate_size,
-        "EXPERTS": g.num_experts,
-        "TOP_K": g.top_k,
-        "MAX_TOKENS": tokens,
-        "CODE_BITS": bits,
-        "GROUP": group,
-        "TILED_SCALES": int(tiled),
-        "BIAS": bias,
-        "GATE_ORDER": ORDERS.index(g.layout.fc1),
-        "ACTIVATION": ACTIVATIONS.index(g.activation),
-        "GATED": int(g.gated),
-        "FLOAT16": int(g.dtype is torch.float16),
-        "WARPS": warps,
-        "PARTS1": parts,
-        "PARTS2": parts2,
-        "TILES_A_TASK": times,
+    slices, scoring = _slices(tokens, bits), g.scoring or Scoring()
+    layer = {
+        **{"HIDDEN": g.hidden_size, "STORED_HIDDEN": g.stored_hidden, "INTERMEDIATE": g.intermediate_size},
+        **{"EXPERTS": g.num_experts, "TOP_K": g.top_k, "MAX_TOKENS": tokens},
+        **{"CODE_BITS": bits, "GROUP": group, "TILED_SCALES": tiled, "GATE_ORDER": ORDERS.index(g.layout.fc1)},
+        **{"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "FLOAT16": g.dtype is torch.float16},
+        "BIAS": _BIASES.index(g.bias),
+    }
+    routing = {
+        **{"FROM_LOGITS": g.scoring is not None, "ALL_EXPERTS": 1 if g.scoring is None else g.num_experts * g.ranks},
+        **{"SCORING": _SCORING.index(scoring.kind), "RENORMALIZE": scoring.renormalize, "ROUTER_BIAS": scoring.bias},
+        **{"ROUTING_FACTOR": float(scoring.factor), "HIGHER_FIRST": scoring.higher_first},
+    }
+    block = {
+        **{"WARPS": warps, "PARTS1": parts, "PARTS2": parts2, "TILES_A_TASK": times, "NARROW": narrow},
         **dict(zip(("HALVES1", "HALVES2", "STAGES1", "RING_HALVES"), chosen, strict=True)),
-        "BUFFERS": buffers,
-        "ADDERS": adders,
-        "ENTRIES": entries,
-        "NARROW": int(narrow),
-        "MOST_BLOCKS": MOST_BLOCKS,
-        "SPIN_SECONDS": SPIN_SECONDS,
-        "SLICES2": int(_slices(tokens, bits)),
-        "SUBNORMALS": int(subnormals or not _slices(tokens, bits)),
-        **offsets,
-        **_scoring(g),
+        **{"BUFFERS": buffers, "ADDERS": adders, "ENTRIES": entries, "MOST_BLOCKS": MOST_BLOCKS, "SPIN_SECONDS": SPIN_SECONDS},
+        **{"SLICES2": slices, "SUBNORMALS": subnormals or not slices, "SHARED_BYTES": shared},
     }
-    return Variant(f"layer, {tokens} tokens", _SOURCE, tokens, tuple(values.items()))
+    sizes = (layer | routing | block).items()
+    return Variant(
+        f"layer, {tokens} tokens", _SOURCE, tokens, tuple((k, v if isinstance(v, float) else int(v)) for k, v in sizes)
+    )
 
 
-def _scoring(g: Geometry) -> dict[str, int | float]:
-    of = g.scoring or Scoring()
-    return {
-        "FROM_LOGITS": int(g.scoring is not None),
-        "ALL_EXPERTS": 1 if g.scoring is None else g.num_experts * g.ranks,
-        "SCORING": _SCORING.index(of.kind),
-        "RENORMALIZE": int(of.renormalize),
-        "ROUTER_BIAS": int(of.bias),
-        "ROUTING_FACTOR": float(of.factor),
-        "HIGHER_FIRST": int(of.higher_first),
-    }
-
-
-def _shared_memory(g: Geometry, tokens: int, units: int, ring: int, sums: int, barriers: int, entries: int) -> dict[str, int]:
-    """Return where what a block has in shared memory lies, and all its bytes; ``Shared`` of ``records.cuh`` says what it is."""
-    routes = tokens * g.top_k
-    parts = {
-        "STAGES_AT": ring,
-        "SUMS_AT": sums,
-        "BARRIERS_AT": barriers,
-        "EPOCH_AT": 8,
-        "TAKEN_AT": 2 * MOST_BLOCKS,
-        "ENTRIES_AT": entries,
-    }
-    gathering = {"NUMBERS_AT": 2 * routes, "GROUPS_AT": 4 * min(routes, g.num_experts + routes // 8), "HELD_AT": 4 * tokens}
-    apart = {
-        "ROUTES_AT": 16 * routes,
-        "UNITS_AT": 16 * routes * units,
-        "SLOTS_AT": 4 * routes,
-        "MASKS_AT": 4 * routes * -(-routes // 32),
-        "HIT_AT": 4 * -(-g.num_experts // 32) + 64,
-    }
-    weights, chosen = {"WEIGHTS_AT": 4 * routes}, {"CHOSEN_AT": 4 * routes}
-    used = gathering if tokens > _COLUMNS else apart
-    if g.scoring is not None:
-        used = used | weights | (chosen if tokens > _COLUMNS else {})
-    offsets, end = dict.fromkeys(gathering | apart | weights | chosen, 0), 0
-    for name, size in (parts | used).items():
-        if name == "ENTRIES_AT":
-            end = -(-end // 16) * 16
-        offsets[name] = end
-        end += size
-    return offsets | {"SHARED_BYTES": end}
+def _shared_bytes(g: Geometry, tokens: int, fixed: int, entries: int, units: int) -> int:
+    """Return a block's shared memory. ``records.cuh`` says what lies there; ``fixed`` is what has no size of the call's."""
+    routes, logits = tokens * g.top_k, g.scoring is not None
+    before = -(-(fixed + 8 + 2 * MOST_BLOCKS) // 16) * 16 + entries
+    if tokens > _COLUMNS:
+        return before + 2 * routes + 4 * min(routes, g.num_experts + routes // 8) + 4 * tokens + 8 * routes * logits
+    words = 1 + -(-routes // 32) + logits  # of a route: its slot, its share of the masks, its weight
+    return before + 16 * routes * (1 + units) + 4 * routes * words + 4 * -(-g.num_experts // 32) + 64
 
 
 def _parts_of_fc2(warps: int, blocks: int) -> int:
