@@ -9,19 +9,14 @@
 
 struct Inputs {
   const Block& b;
-  const int g, t;           // lane 4g + t has row g of x, and of each 128 columns those of `column8`
-  const bool quantized;     // x is FP4
-  const u8* row = nullptr;  // row g: its token's x, or this lane's share of its route's h
-  u32 token;
+  const int g = b.lane >> 2, t = b.lane & 3;    // this lane has row g of x, and the columns of `column8`
+  const bool quantized = NVFP4 && b.call.x_sf;  // x is FP4
+  const u8* row = nullptr;                      // row g: its token's x, or this lane's share of its route's h
+  u32 token = min(g, b.call.tokens - 1);
   bool asked = false;  // GATHER: loads are on their way for the next stage, or the next task's first
   u32 x[RESIDENT ? BLOCKS_A_WARP : 1][16];  // as in memory until `arrange`
 
-  DEVICE explicit Inputs(const Block& block)
-      : b(block),
-        g(block.lane >> 2),
-        t(block.lane & 3),
-        quantized(NVFP4 && block.call.x_sf),
-        token(min(g, block.call.tokens - 1)) {}
+  DEVICE explicit Inputs(const Block& block) : b(block) {}
 
   DEVICE void to_token() { row = b.call.x + (u64)token * (quantized ? HIDDEN / 2 : 2 * HIDDEN); }
   // Finds row g of a task that gathers: the route of column g.

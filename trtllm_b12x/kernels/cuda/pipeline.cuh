@@ -37,9 +37,12 @@ struct Stages {
   static constexpr int ALL_UNITS = TOP_K * UNITS2;  // of FC2, of a token
 
   const Block& b;
-  const int g, t, part, split1, own1, split2, own2;  // own: blocks of columns of this warp
-  int waiting = 0;                                   // stages that are asked for and not used
-  int tall = 0;                                      // of them those of FC1, where they have more halves than FC2's
+  const int g = b.lane >> 2, t = b.lane & 3;
+  const int part = b.warp / SPLIT1;
+  const int split1 = b.warp % SPLIT1, own1 = (BLOCKS1 - split1 + SPLIT1 - 1) / SPLIT1;  // own: blocks of this warp
+  const int split2 = b.warp % SPLIT2, own2 = (BLOCKS2 - split2 + SPLIT2 - 1) / SPLIT2;
+  int waiting = 0;  // stages that are asked for and not used
+  int tall = 0;     // of them those of FC1, where they have more halves than FC2's
   // What is asked for next: number of the task; stage of the task, of so many; tile of the task.
   u32 number = 0;
   int stage = 0, units = 0, tile = 0;
@@ -54,15 +57,7 @@ struct Stages {
   uint4 first;
   u32 known = 0;
 
-  DEVICE explicit Stages(const Block& block)
-      : b(block),
-        g(block.lane >> 2),
-        t(block.lane & 3),
-        part(block.warp / SPLIT1),
-        split1(block.warp % SPLIT1),
-        own1((BLOCKS1 - split1 + SPLIT1 - 1) / SPLIT1),
-        split2(block.warp % SPLIT2),
-        own2((BLOCKS2 - split2 + SPLIT2 - 1) / SPLIT2) {}
+  DEVICE explicit Stages(const Block& block) : b(block) {}
 
   DEVICE void begin() {
     const int lane = b.lane;

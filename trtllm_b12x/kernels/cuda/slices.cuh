@@ -16,18 +16,17 @@ struct MultiplyingWarp {
   static constexpr int MOST_UNITS = (Stages::ALL_UNITS + WARPS - 1) / WARPS;
   static constexpr int MOST_HELD = 4 / UNIT_BLOCKS, HELD = MOST_UNITS < MOST_HELD ? MOST_UNITS : MOST_HELD;
   const Block& b;
-  Stages stages;
-  const int g, t;
-  const bool has_x;              // this lane's column of x has its slice
-  u32 buffer = 0, turn = 0;      // the buffer that is filled next, and the parity of its phase
-  u32 number = 0;                // of the task that is computed next
-  u32 h[HELD][8 * UNIT_BLOCKS];  // of the next units
-  u32 h_at[HELD];                // where this lane's h of those units begins: see `place_of_h`
-  u32 token = ~0u;               // of FC2's task; by slices also whose h that is
-  int units = 0;                 // of FC2 that this warp has of it
+  Stages stages{b};
+  const int g = b.lane >> 2, t = b.lane & 3;
+  const bool has_x = (g & 3) == t;  // this lane's column of x has its slice
+  u32 buffer = 0, turn = 0;         // the buffer that is filled next, and the parity of its phase
+  u32 number = 0;                   // of the task that is computed next
+  u32 h[HELD][8 * UNIT_BLOCKS];     // of the next units
+  u32 h_at[HELD];                   // where this lane's h of those units begins: see `place_of_h`
+  u32 token = ~0u;                  // of FC2's task; by slices also whose h that is
+  int units = 0;                    // of FC2 that this warp has of it
 
-  DEVICE explicit MultiplyingWarp(const Block& block)
-      : b(block), stages(block), g(block.lane >> 2), t(block.lane & 3), has_x((g & 3) == t) {}
+  DEVICE explicit MultiplyingWarp(const Block& block) : b(block) {}
 
   // First of this lane's 16 columns of x, in a block of 128.
   DEVICE int column() const { return column8(t, 2 * (g >> 2)); }

@@ -11,12 +11,13 @@
 
 struct Adder {
   const Block& b;
-  const int mine, row16;  // number of this warp; row of a buffer that lanes l and l + 16 add
-  u32 kind, parts;        // of the task; this lane's row in the buffer that is added
+  const int mine = b.warp - WARPS - 1;  // number of this warp
+  const int row16 = b.lane & 15;        // row of a buffer that lanes l and l + 16 add
+  u32 kind, parts;                      // of the task; this lane's row in the buffer that is added
   Info info;
   Group group;  // or Slot
 
-  DEVICE explicit Adder(const Block& block) : b(block), mine(block.warp - WARPS - 1), row16(block.lane & 15) {}
+  DEVICE explicit Adder(const Block& block) : b(block) {}
 
   DEVICE void wait_full(u32 buffer, u32 parity) const { barrier_wait(b.shared.full(buffer), parity); }
   // Adds column `column` of `warps` warps, whose parts lie `stride` columns apart. Both lanes of a row get the sum.
