@@ -57,6 +57,11 @@ struct Inputs {
       to[4 * i] = q.x, to[4 * i + 1] = q.y, to[4 * i + 2] = q.z, to[4 * i + 3] = q.w;
     }
   }
+  // Loads x of all blocks of this warp, the first of which is `first`.
+  DEVICE void load_x(int first) {
+    UNROLL
+    for (int i = 0; i < BLOCKS_A_WARP; i++) load<FC1>(x[i], first + i * SPLIT1);
+  }
   // From the order of memory to that of decoded pairs.
   DEVICE void arrange(u32* x) const {
     if (!quantized) return to_pairs(x);

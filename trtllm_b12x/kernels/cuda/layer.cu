@@ -99,8 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     one.begin();
   } else if (!GATHER && warp < WARPS) {
     inputs.to_token();
-    UNROLL
-    for (int i = 0; i < BLOCKS_A_WARP; i++) inputs.load<FC1>(inputs.x[i], warp % SPLIT1 + i * SPLIT1);
+    inputs.load_x(warp % SPLIT1);
   }
 
   TokenRoutes routes(block);
