@@ -5,7 +5,7 @@
 // they are written (32 bits, relaxed), until none of them is that, so no order between addresses is needed.
 #pragma once
 #include "numbers.cuh"
-#include "weights.cuh"
+#include "records.cuh"
 
 struct Inputs {
   const Block& b;

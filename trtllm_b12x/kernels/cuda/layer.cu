@@ -13,10 +13,9 @@
 //
 //   file             what it is
 //     ptx.cuh        instructions
-//     config.cuh     sizes, and the limits that they have
+//     config.cuh     sizes, their limits, and where a tile's rows lie
 //     records.cuh    what the host hands over, workspace, shared memory, words
 //     numbers.cuh    codes and scales to operands; activations
-//     weights.cuh    where a tile's rows lie
 //     scoring.cuh    logits to ids and router weights
 //     routing.cuh    ids to slots or groups
 //     schedule.cuh   virtual blocks, tickets, entries: the protocol, and why every launch ends

@@ -1,20 +1,20 @@
 // What the host hands over, the workspace, shared memory, and the words in which warps tell each other of routes and
-// tasks. `records.py` has the host's side of Layer and Call; `host_records.cuh`, which it writes, compares sizes and
-// offsets.
+// tasks. A field of Layer or Call is also one of `records.py`, which writes `host_records.cuh`: sizes and offsets
+// agree.
 #pragma once
 #include "config.cuh"
 
 // ---- from the host
 struct Layer {
-  const u8 *w1, *s1;  // codes and block scales
-  const float *alpha1, *halves1,
-      *input1;  // NVFP4: scale of an expert, of its up and gate, of the input (each step1 floats or one)
+  const u8 *w1, *s1;                       // codes and block scales
+  const float *alpha1, *halves1, *input1;  // NVFP4: scales of an expert, of its up and gate, and of its input
   const u8 *w2, *s2;
   const float *alpha2, *input2;
   const void *bias1, *bias2;
   const float *swiglu_alpha, *swiglu_beta, *swiglu_limit;
-  volatile u32* stuck;      // in host memory: tokens of a launch that was stopped
-  int step1, step2, first;  // 1 if each expert has an input scale, else 0; this rank's first expert
+  volatile u32* stuck;  // in host memory: tokens of a launch that was stopped
+  int step1, step2;     // from an expert's input scale to the next one's: 1, or 0 if all have one
+  int first;            // this rank's first expert
 };
 
 struct Call {
@@ -36,19 +36,16 @@ constexpr int HEADER = 1024;
 constexpr u64 ROW_OF_H = (u64)BLOCKS2 * 256;      // bytes of a route's h in bfloat16
 constexpr u64 H_BUFFER = (u64)ROUTES * ROW_OF_H;  // launch n writes number n % 2
 constexpr u64 ALL_SHARES = GATHER ? (u64)ROUTES * STORED_HIDDEN * 4 : 0;
-static_assert(512 + 2 * 4 * 64 <= HEADER, "the counts of 64 tokens, twice, end beyond the header");
+static_assert(512 + 2 * 4 * MAX_TOKENS <= HEADER, "the tokens' counts, twice, end beyond the header");
 extern "C" __device__ const int shared_bytes = SHARED_BYTES, threads = THREADS;
-extern "C" __device__ const int workspace_bytes = HEADER + 2 * H_BUFFER + ALL_SHARES,
-                                filled_bytes = HEADER + 2 * H_BUFFER;
+extern "C" __device__ const int filled_bytes = HEADER + 2 * H_BUFFER, workspace_bytes = filled_bytes + ALL_SHARES;
 
 struct Workspace {
   u8* base;
-  DEVICE u32* ticket() const { return (u32*)base; }        // GATHER: the next ticket
-  DEVICE u32* taken() const { return (u32*)base; }         // else a bit for each virtual block that is taken
-  DEVICE u32* done() const { return (u32*)(base + 128); }  // blocks that take nothing more
-  DEVICE u32* epoch() const {
-    return (u32*)(base + 256);
-  }  // number of the launch; behind it, tokens of the last launch
+  DEVICE u32* ticket() const { return (u32*)base; }         // GATHER: the next ticket
+  DEVICE u32* taken() const { return (u32*)base; }          // else a bit for each virtual block that is taken
+  DEVICE u32* done() const { return (u32*)(base + 128); }   // blocks that take nothing more
+  DEVICE u32* epoch() const { return (u32*)(base + 256); }  // number of the launch, and tokens of the last one
   DEVICE u32* added() const { return (u32*)(base + 512); }  // (2, MAX_TOKENS): shares of a token that are there
   DEVICE u8* h() const { return base + HEADER; }            // (2, route, column), in an order of columns of its own
   DEVICE float* shares() const { return (float*)(h() + 2 * H_BUFFER); }  // (route, column): products of FC2

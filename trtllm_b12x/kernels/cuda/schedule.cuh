@@ -29,7 +29,7 @@
 // nothing any more. If they do not end within SPIN_SECONDS, it writes the number of tokens to host memory and traps. So
 // a launch ends even if a rule is wrong.
 #pragma once
-#include "weights.cuh"
+#include "records.cuh"
 
 // Time since this warp's 256th poll that failed, whatever it waited for. The clock is slow to read: every 256th poll
 // reads it.
