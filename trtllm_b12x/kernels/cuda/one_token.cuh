@@ -52,7 +52,7 @@ struct OneToken : MultiplyingWarp {
     for (int i = 0; i < BLOCKS_A_WARP; i++) {
       if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
       Rows read[HALVES1][2];
-      stages.take<FC1>(read, stages.split1 + i * SPLIT1);
+      stages.take<FC1>([&] { stages.read<FC1>(read, stages.split1 + i * SPLIT1); });
       UNROLL
       for (int half = 0; half < HALVES1; half++) {
         const float2 products = multiply_rows<FLOAT16>(read[half], x[i]);

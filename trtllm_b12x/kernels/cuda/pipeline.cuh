@@ -216,32 +216,25 @@ struct Stages {
     }
     copy_wait<least - 1>();
   }
-  // Reads the oldest stage, of FC2 or of FC1's columns of `block`, when it is there, and asks for others in its place.
-  // ONE_TOKEN: none is on its way if its task was not published in time.
+  // Waits until the stage that is used next is there.
+  DEVICE void open() {
+    if (waiting == 0) fill<ONE_STAGE>();
+    wait_for_oldest<1>();
+    __syncwarp();
+  }
+  // It is in registers: asks for another one in its place.
   template <int phase>
-  DEVICE void take(Rows (*rows)[2], int block) {
-    for (bool there = false; !there;) {
-      if (ONE_TOKEN && waiting == 0) {
-        kind_of(b, number);
-      } else {
-        if constexpr (!ONE_TOKEN)
-          if (waiting == 0) fill<ONE_STAGE>();
-        wait_for_oldest<1>();
-        __syncwarp();
-        UNROLL
-        for (int half = 0; half < HALVES<phase>; half++) read_half<phase>(rows[half], half, block);
-        __syncwarp();
-        waiting--;
-        if (HALVES1 != HALVES2 && phase == FC1) tall--;
-        used += HALVES<phase> * HALF_BYTES;
-        if (used == RING_BYTES) used = 0;
-        there = true;
-      }
-      if constexpr (ONE_TOKEN)
-        fill_phase<phase>();
-      else
-        fill();
-    }
+  DEVICE void close() {
+    used_up<phase>();
+    fill();
+  }
+  template <int phase>
+  DEVICE void used_up() {
+    __syncwarp();
+    waiting--;
+    if (HALVES1 != HALVES2 && phase == FC1) tall--;
+    used += HALVES<phase> * HALF_BYTES;
+    if (used == RING_BYTES) used = 0;
   }
   // Asks for as many stages as there is room for, of tasks that are published. It waits for the first task, but not for
   // others: a warp may have no unit of any; or for one stage.
@@ -294,22 +287,42 @@ struct Stages {
         asked<FC2>(copy2(ring + slot));
     }
   }
+  // Calls `read` when the oldest stage is there, and asks for others of the phase in its place. None is on its way if
+  // its task was not published in time.
+  template <int phase, class Read>
+  DEVICE void take(Read read) {
+    for (bool there = false; !there;) {
+      if (waiting == 0) {
+        kind_of(b, number);
+      } else {
+        wait_for_oldest<1>();
+        __syncwarp();
+        read();
+        used_up<phase>();
+        there = true;
+      }
+      fill_phase<phase>();
+    }
+  }
   // A task of FC2 of which this warp has no unit: nothing of it is to be asked for.
   DEVICE void pass(u32 task) {
     if (number == task) number++;
   }
-  // Reads a half of the stage that is used next, of the columns of `block`.
+  // Reads the stage that is used next, of the columns of `block`.
   template <int phase>
-  DEVICE void read_half(Rows* rows, int half, int block) const {
-    if (phase == FC1)
-      read_pieces<ONE_TOKEN>(rows, half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
-    else
-      read_pieces<SLICES2>(rows, half, read2 + half * HALF2, OTHER2, block * 128, NARROW ? 128 : 0, INTERMEDIATE);
+  DEVICE void read(Rows (*rows)[2], int block) const {
+    UNROLL
+    for (int half = 0; half < HALVES<phase>; half++) {
+      if (phase == FC1)
+        read_half<ONE_TOKEN>(rows[half], half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
+      else
+        read_half<SLICES2>(rows[half], half, read2 + half * HALF2, OTHER2, block * 128, NARROW ? 128 : 0, INTERMEDIATE);
+    }
   }
-  // Reads two pieces. `scales`: where this lane's are, `other`: from there to the other piece's. What lies beyond the
-  // `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
+  // Reads a half: two pieces. `scales`: where this lane's are, `other`: from there to the other piece's. What lies
+  // beyond the `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
   template <bool slices>
-  DEVICE void read_pieces(Rows* rows, int half, u32 scales, u32 other, int column, int beside, int columns) const {
+  DEVICE void read_half(Rows* rows, int half, u32 scales, u32 other, int column, int beside, int columns) const {
     const u32 from = ring + used;
     UNROLL
     for (int i = 0; i < 2; i++) {

@@ -47,7 +47,9 @@ struct Multiplier : MultiplyingWarp {
     for (int i = 0; i < BLOCKS_A_WARP; i++) {
       if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
       Rows rows[HALVES1][2];
-      stages.take<FC1>(rows, stages.split1 + i * SPLIT1);
+      stages.open();
+      stages.read<FC1>(rows, stages.split1 + i * SPLIT1);
+      stages.close<FC1>();
       if (GATHER && tile == 0) in.arrange(in.x[i]);
       UNROLL
       for (int half = 0; half < HALVES1; half++)
@@ -94,7 +96,9 @@ struct Multiplier : MultiplyingWarp {
     for (int i = 0; i < own; i++) {
       const int block = begin + i * STEP;
       Rows rows[halves][2];
-      stages.take<phase>(rows, block);
+      stages.open();
+      stages.read<phase>(rows, block);
+      stages.close<phase>();
       if (fc2)
         in.wait_for_h(in.x[0], block * 128, true, [&] { in.load<phase>(in.x[0], block); });
       else
@@ -142,7 +146,9 @@ struct Multiplier : MultiplyingWarp {
         const u32 unit = b.warp + (from + j) * WARPS;
         const float factor = load_shared_float(route_of(unit) + ROUTE_FACTOR);
         Rows rows[HALVES2][2];
-        stages.take<FC2>(rows, unit % UNITS2);
+        stages.open();
+        stages.read<FC2>(rows, unit % UNITS2);
+        stages.close<FC2>();
         in.wait_for_h(in.x[0], block_of_mine * 128, g == j, [&] { in.load<FC2>(in.x[0], 0); });
         const bool has = t == j >> 1, odd = j & 1;
         UNROLL

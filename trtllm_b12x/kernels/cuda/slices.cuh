@@ -181,7 +181,14 @@ struct MultiplyingWarp {
         if (i >= units) break;
         const u32 unit = b.warp + i * WARPS;
         Rows read[HALVES2][2];
-        stages.take<FC2>(read, unit % UNITS2 * UNIT_BLOCKS);
+        auto read_stage = [&] { stages.read<FC2>(read, unit % UNITS2 * UNIT_BLOCKS); };
+        if constexpr (ONE_TOKEN) {
+          stages.take<FC2>(read_stage);
+        } else {
+          stages.open();
+          read_stage();
+          stages.close<FC2>();
+        }
         const float factor =
             load_shared_float(ONE_TOKEN ? b.shared.unit(unit) + UNIT_FACTOR : route_of(unit) + ROUTE_FACTOR);
         wait_for_h(h_at[j], h[j]);
