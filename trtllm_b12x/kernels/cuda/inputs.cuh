@@ -47,8 +47,7 @@ struct Inputs {
       to[0] = q.x, to[1] = q.y, to[2] = q.z, to[3] = q.w;
       return;
     }
-    UNROLL
-    for (int i = 0; i < 4; i++) {
+    EACH (i, 4) {
       uint4 q = make_uint4(0, 0, 0, 0);
       if (phase == FC2)
         q = load_relaxed_16(row + block * 256 + 64 * i);
@@ -59,8 +58,7 @@ struct Inputs {
   }
   // Loads x of all blocks of this warp, the first of which is `first`.
   DEVICE void load_x(int first) {
-    UNROLL
-    for (int i = 0; i < BLOCKS_A_WARP; i++) load<FC1>(x[i], first + i * SPLIT1);
+    EACH (i, BLOCKS_A_WARP) load<FC1>(x[i], first + i * SPLIT1);
   }
   // From the order of memory to that of decoded pairs.
   DEVICE void arrange(u32* x) const {
@@ -75,16 +73,14 @@ struct Inputs {
   DEVICE void wait_for_h(u32* h, int column, bool some, Load again) const {
     while (some) {
       u32 most = 0;
-      UNROLL
-      for (int j = 0; j < 16; j++)
+      EACH (j, 16)
         if (FULL2 || column + column8(t, j / 4) < INTERMEDIATE) most = max(most, h[j]);
       if (most != ~0u) break;
       again();
     }
     __syncwarp();
     if (FULL2 || !some) return;
-    UNROLL
-    for (int j = 0; j < 16; j++)
+    EACH (j, 16)
       if (column + column8(t, j / 4) >= INTERMEDIATE) h[j] = 0;
   }
 };

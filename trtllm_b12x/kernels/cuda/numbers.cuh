@@ -60,9 +60,7 @@ DEVICE void codes4(u32 word, u32* pairs) {
 template <bool float16>
 DEVICE void decode4(u32 word, const Scale& scale, u32* pairs) {
   codes4<float16>(word, pairs);
-  UNROLL
-  for (int i = 0; i < 4; i++)
-    pairs[i] = float16 ? mul_f16x2(pairs[i], scale.pair) : fma_bf16x2(pairs[i], scale.pair, scale.added);
+  EACH (i, 4) pairs[i] = float16 ? mul_f16x2(pairs[i], scale.pair) : fma_bf16x2(pairs[i], scale.pair, scale.added);
 }
 // Four codes of FP8 to the pairs (k, k + 2): E4M3 in bfloat16's bits is 2^-120 times as large.
 DEVICE void codes8(u32 word, u32* pairs) {
@@ -122,8 +120,7 @@ DEVICE void decode_part(const Rows& rows, int i, u32* pairs) {
 // sums.
 template <bool float16>
 DEVICE void multiply(float (*sums)[4], const Rows& low, const Rows& high, const u32* x) {
-  UNROLL
-  for (int i = 0; i < 4; i++) {
+  EACH (i, 4) {
     u32 a[4], b[4];
     decode_part<float16>(low, i, a);
     decode_part<float16>(high, i, b);
@@ -146,8 +143,7 @@ DEVICE void to_pairs(u32* x) {
 }
 // 32 columns of x in FP4, as the host has quantized it.
 DEVICE void to_pairs(const Rows& rows, u32* x) {
-  UNROLL
-  for (int i = 0; i < 4; i++) decode_part<FLOAT16>(rows, i, x + 4 * i);
+  EACH (i, 4) decode_part<FLOAT16>(rows, i, x + 4 * i);
 }
 
 DEVICE u16 to_output(float v) { return FLOAT16 ? to_f16(v) : to_bf16(v); }

@@ -135,8 +135,7 @@ struct Stages {
     const int later = stage * SPLIT1;  // blocks behind the warp's first
     const int column = (split1 + later) * 128;
     const u8* codes = b.layer.w1 + ((u64)from.x << 4) + (codes1 + later * (16 * CODE_BITS));
-    UNROLL
-    for (int n = 0; n < 2 * HALVES1 * LOADS; n++) {
+    EACH (n, 2 * HALVES1 * LOADS) {
       const int i = n % LOADS, piece = n / LOADS, j = GATED ? piece >> 1 : piece;
       const u8* at = codes + (j * NEXT_PIECE * PAIR + (GATED && piece & 1 ? GATE_ROW : UP_ROW)) * CODE_PITCH1 + i * 64;
       const bool there = (EXACT1 || (int)from.w + j * NEXT_PIECE < INTERMEDIATE) &&
@@ -185,8 +184,7 @@ struct Stages {
         scales_in += block * (2 * BLOCK_SCALES);
       }
       const u8* codes = b.layer.w2 + ((u64)codes_at << 4) + codes_in;
-      UNROLL
-      for (int n = 0; n < 2 * HALVES2 * LOADS; n++) {
+      EACH (n, 2 * HALVES2 * LOADS) {
         const int i = n % LOADS, piece = n / LOADS;
         const u8* at = codes + piece * (NARROW ? 16 * CODE_BITS : NEXT_PIECE * CODE_PITCH2) + i * 64;
         const bool row = EXACT2 || (int)from.w + (NARROW ? 0 : piece * NEXT_PIECE) < STORED_HIDDEN;
@@ -256,8 +254,7 @@ struct Stages {
   // `expert_of(slot)`: the expert of a slot, -1 if there are not so many.
   template <class ExpertOf>
   DEVICE void ask_first(ExpertOf expert_of) {
-    UNROLL
-    for (int i = 0; i < STAGES1; i++) {
+    EACH (i, STAGES1) {
       const int task = blockIdx.x + number * gridDim.x, expert = expert_of(i ? task / TASKS1 : first_slot);
       if (expert < 0) return;
       uint4 from = i ? tile1(0, task % TASKS1 * TASK_TILES1 + part) : first;
@@ -311,8 +308,7 @@ struct Stages {
   // Reads the stage that is used next, of the columns of `block`.
   template <int phase>
   DEVICE void read(Rows (*rows)[2], int block) const {
-    UNROLL
-    for (int half = 0; half < HALVES<phase>; half++) {
+    EACH (half, HALVES<phase>) {
       if (phase == FC1)
         read_half<ONE_TOKEN>(rows[half], half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
       else
@@ -324,11 +320,8 @@ struct Stages {
   template <bool slices>
   DEVICE void read_half(Rows* rows, int half, u32 scales, u32 other, int column, int beside, int columns) const {
     const u32 from = ring + used;
-    UNROLL
-    for (int i = 0; i < 2; i++) {
-      UNROLL
-      for (int j = 0; j < LOADS; j++)
-        rows[i].codes[j] = load_shared_16(from + b.lane * 16 + ((2 * half + i) * LOADS + j) * 512);
+    EACH (i, 2) {
+      EACH (j, LOADS) rows[i].codes[j] = load_shared_16(from + b.lane * 16 + ((2 * half + i) * LOADS + j) * 512);
       const u32 at = from + scales + i * other;
       if (slices) {
         rows[i].scales = column_scales(at);

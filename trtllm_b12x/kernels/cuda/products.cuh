@@ -23,8 +23,7 @@ struct Multiplier : MultiplyingWarp {
   template <int halves>
   DEVICE void hand_over_columns(float (*sums)[2][4], bool even, bool odd) {
     wait_for_buffers<halves>();
-    UNROLL
-    for (int half = 0; half < halves; half++) {
+    EACH (half, halves) {
       const float *first = sums[half][0], *second = sums[half][1];
       const u32 at = b.shared.sums() + (buffer + half) * BUFFER_BYTES + b.warp * (COLUMNS * 64) + t * 128 + g * 4;
       if (even) {
@@ -43,17 +42,14 @@ struct Multiplier : MultiplyingWarp {
   // A tile of FC1, number `tile` of a task's.
   DEVICE void resident_tile(bool even, bool odd, int tile) {
     float sums[HALVES1][2][4] = {};
-    UNROLL
-    for (int i = 0; i < BLOCKS_A_WARP; i++) {
+    EACH (i, BLOCKS_A_WARP) {
       if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
       Rows rows[HALVES1][2];
       stages.open();
       stages.read<FC1>(rows, stages.split1 + i * SPLIT1);
       stages.close<FC1>();
       if (GATHER && tile == 0) in.arrange(in.x[i]);
-      UNROLL
-      for (int half = 0; half < HALVES1; half++)
-        multiply<FLOAT16>(sums[half], rows[half][0], rows[half][1], in.x[RESIDENT ? i : 0]);
+      EACH (half, HALVES1) multiply<FLOAT16>(sums[half], rows[half][0], rows[half][1], in.x[RESIDENT ? i : 0]);
       if (GATHER && tile == TILES_A_TASK - 1) {  // x is free for the next task
         if (i == 0 && (in.asked = next_is(FC1))) in.find<FC1>(b.shared.entry(number + 1));
         if (in.asked) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
@@ -103,11 +99,9 @@ struct Multiplier : MultiplyingWarp {
         in.wait_for_h(in.x[0], block * 128, true, [&] { in.load<phase>(in.x[0], block); });
       else
         in.arrange(in.x[0]);
-      UNROLL
-      for (int half = 0; half < halves; half++) {
+      EACH (half, halves) {
         u32 now[16];
-        UNROLL
-        for (int j = 0; j < 16; j++) now[j] = in.x[0][j];
+        EACH (j, 16) now[j] = in.x[0][j];
         if (half == halves - 1) {  // x is free for the next block, or the next task's first
           if ((in.asked = i + 1 < own)) {
             in.load<phase>(in.x[0], block + STEP);
@@ -138,8 +132,7 @@ struct Multiplier : MultiplyingWarp {
       const u32 of_mine = b.warp + (some ? mine : 0) * WARPS;
       const int block_of_mine = of_mine % UNITS2;
       in.row = h + ((u64)load_shared(route_of(of_mine) + ROUTE_NUMBER) * BLOCKS2 + block_of_mine) * 256;
-      UNROLL
-      for (int j = 0; j < 16; j++) in.x[0][j] = 0;
+      EACH (j, 16) in.x[0][j] = 0;
       if (some) in.load<FC2>(in.x[0], 0);
       ROLLED
       for (int j = 0; j < AT_ONCE && from + j < units; j++) {
@@ -151,8 +144,7 @@ struct Multiplier : MultiplyingWarp {
         stages.close<FC2>();
         in.wait_for_h(in.x[0], block_of_mine * 128, g == j, [&] { in.load<FC2>(in.x[0], 0); });
         const bool has = t == j >> 1, odd = j & 1;
-        UNROLL
-        for (int half = 0; half < HALVES2; half++) {
+        EACH (half, HALVES2) {
           float p[2][4] = {};
           multiply<false>(p, rows[half][0], rows[half][1], in.x[0]);
           if (!has) continue;
@@ -186,8 +178,7 @@ struct Multiplier : MultiplyingWarp {
         end_task();
       }
     } else {
-      UNROLL
-      for (int i = 0; i < BLOCKS_A_WARP; i++) in.arrange(in.x[i]);
+      EACH (i, BLOCKS_A_WARP) in.arrange(in.x[i]);
       while (current() == FC1) resident_task();
       named_barrier<1, WARPS * 32>();  // factors of the routes are there
       const u8* h = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + t * 16;

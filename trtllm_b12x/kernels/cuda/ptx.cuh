@@ -11,6 +11,10 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
+// A loop over 0 to count - 1 that is unrolled: arrays that it indexes stay in registers.
+#define EACH(i, count) \
+  UNROLL               \
+  for (int i = 0; i < count; i++)
 #define OFFSET_OF(record, field) __INTADDR__(&((record*)0)->field)  // NVRTC has no offsetof
 
 // ---- launch

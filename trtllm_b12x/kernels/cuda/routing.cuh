@@ -137,13 +137,11 @@ DEVICE int group_routes(const Block& b) {
     __syncthreads();
   }
   int expert[CHUNKS_A_WARP], rank[CHUNKS_A_WARP];
-  UNROLL
-  for (int i = 0; i < CHUNKS_A_WARP; i++) {
+  EACH (i, CHUNKS_A_WARP) {
     const int route = (b.warp + i * BLOCK_WARPS) * 32 + b.lane;
     expert[i] = route < all ? expert_of(b, route) : -1;
   }
-  UNROLL
-  for (int i = 0; i < CHUNKS_A_WARP; i++) {
+  EACH (i, CHUNKS_A_WARP) {
     if ((b.warp + i * BLOCK_WARPS) * 32 >= all) continue;
     const u32 same = __match_any_sync(~0u, expert[i]), below = same & ((1u << b.lane) - 1);
     const int n = expert[i] < 0 ? 0 : count[b.warp * EXPERTS + expert[i]];
@@ -187,8 +185,7 @@ DEVICE int group_routes(const Block& b) {
   }
   __syncthreads();
   const int groups = totals32[EXPERT_WORDS];
-  UNROLL
-  for (int i = 0; i < CHUNKS_A_WARP; i++) {
+  EACH (i, CHUNKS_A_WARP) {
     const int route = (b.warp + i * BLOCK_WARPS) * 32 + b.lane;
     if (expert[i] < 0) continue;
     const u32 place = (first[expert[i]] & 0xffff) + count[b.warp * EXPERTS + expert[i]] + rank[i];

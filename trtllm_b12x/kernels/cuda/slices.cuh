@@ -45,8 +45,7 @@ struct MultiplyingWarp {
       } else
         mma<float16>(to, low[0], high[0], low[1], high[1], columns[0], columns[1]);
     };
-    UNROLL
-    for (int i = 0; i < 4 * LOADS; i++) {
+    EACH (i, 4 * LOADS) {
       const uint4 &p = rows[0].codes[i / 4], &q = rows[1].codes[i / 4];
       const u32 word = i % 4 == 0 ? p.x : i % 4 == 1 ? p.y : i % 4 == 2 ? p.z : p.w;
       const u32 below = i % 4 == 0 ? q.x : i % 4 == 1 ? q.y : i % 4 == 2 ? q.z : q.w;
@@ -62,8 +61,7 @@ struct MultiplyingWarp {
     }
     const bool half = t >> 1;
     float own[4];
-    UNROLL
-    for (int i = 0; i < 4; i++) own[i] = half ? sums[1][i] : sums[0][i];
+    EACH (i, 4) own[i] = half ? sums[1][i] : sums[0][i];
     if (CODE_BITS == 8) {
       float first, second, none;
       scales_of(rows[0].scales, first, none), scales_of(rows[1].scales, second, none);
@@ -85,8 +83,7 @@ struct MultiplyingWarp {
   // Waits until the buffers of a task's rows are free.
   template <int halves>
   DEVICE void wait_for_buffers() const {
-    UNROLL
-    for (int half = 0; half < halves; half++) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
+    EACH (half, halves) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
   }
   // The next buffers are full.
   template <int halves>
@@ -131,8 +128,7 @@ struct MultiplyingWarp {
     return of_epoch + at + (g >> 2) * 128 + t * 16 + (NARROW ? alone : 0);
   }
   DEVICE void load_h(u32 place, u32* to) const {
-    UNROLL
-    for (int j = 0; j < 8 * UNIT_BLOCKS; j++) to[j] = 0;
+    EACH (j, 8 * UNIT_BLOCKS) to[j] = 0;
     if (place == ~0u) return;
     const u8* from = b.workspace.h() + (place & ~1u);
     UNROLL
@@ -146,8 +142,7 @@ struct MultiplyingWarp {
   DEVICE void wait_for_h(u32 place, u32* h) const {
     for (;;) {
       u32 most = 0;
-      UNROLL
-      for (int j = 0; j < 8 * UNIT_BLOCKS; j++) most = max(most, h[j]);
+      EACH (j, 8 * UNIT_BLOCKS) most = max(most, h[j]);
       if (most != ~0u) break;
       load_h(place, h);
     }
@@ -156,8 +151,7 @@ struct MultiplyingWarp {
   // Loads h of a token's first units.
   DEVICE void begin_token(u32 of) {
     token = of;
-    UNROLL
-    for (int i = 0; i < HELD; i++) {
+    EACH (i, HELD) {
       h_at[i] = place_of_h(i);
       load_h(h_at[i], h[i]);
     }
@@ -192,8 +186,7 @@ struct MultiplyingWarp {
         const float factor =
             load_shared_float(ONE_TOKEN ? b.shared.unit(unit) + UNIT_FACTOR : route_of(unit) + ROUTE_FACTOR);
         wait_for_h(h_at[j], h[j]);
-        UNROLL
-        for (int half = 0; half < HALVES2; half++) {
+        EACH (half, HALVES2) {
           const float2 products = multiply_rows<false, NARROW>(read[half], h[j]);
           rows[half][0] += factor * (NARROW ? products.x + products.y : products.x);
           rows[half][1] += NARROW ? 0.f : factor * products.y;

@@ -108,8 +108,7 @@ struct Adder {
       const int routes = group.last() + 1;
       for (int i = b.lane >> 4; i < routes + (b.lane >> 4); i += 2) {  // two routes at once
         float up = 0;
-        UNROLL
-        for (int j = 0; j < SPLIT1; j++) up += load_shared_float(parts + (j * 8 + i) * 64);
+        EACH (j, SPLIT1) up += load_shared_float(parts + (j * 8 + i) * 64);
         finish(load_shared_u16(b.shared.numbers() + (group.first() + i) * 2), up, i < routes);
       }
     } else {
@@ -139,8 +138,7 @@ struct Adder {
       for (int part = 0; part < TASK_TILES2; part++) {
         const int column = piece_row<PIECES2>(info.low() * TASK_TILES2 + part, 2 * sub + (row16 >> 3)) + (b.lane & 7);
         float sum = 0;
-        UNROLL
-        for (int j = 0; j < SPLIT2; j++) sum += load_shared_float(parts + ((part * SPLIT2 + j) * 8 + i) * 64);
+        EACH (j, SPLIT2) sum += load_shared_float(parts + ((part * SPLIT2 + j) * 8 + i) * 64);
         if (column < STORED_HIDDEN && i < routes) to[column] = sum * FACTOR2 * f;
       }
     }
