@@ -39,6 +39,12 @@ struct Multiplier : MultiplyingWarp {
   }
 
   // ---- x in registers for all blocks of columns
+  // Loads x of block i for the next task, if there is one of FC1, behind the last tile of this one.
+  DEVICE void load_next(int i, int tile) {
+    if (tile < TILES_A_TASK - 1) return;
+    if (i == 0 && (in.asked = next_is(FC1))) in.find<FC1>(b.shared.entry(number + 1));
+    if (in.asked) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
+  }
   // A tile of FC1, number `tile` of a task's.
   DEVICE void resident_tile(bool even, bool odd, int tile) {
     float sums[HALVES1][2][4] = {};
@@ -50,10 +56,7 @@ struct Multiplier : MultiplyingWarp {
       stages.close<FC1>();
       if (GATHER && tile == 0) in.arrange(in.x[i]);
       EACH (half, HALVES1) multiply<FLOAT16>(sums[half], rows[half][0], rows[half][1], in.x[RESIDENT ? i : 0]);
-      if (GATHER && tile == TILES_A_TASK - 1) {  // x is free for the next task
-        if (i == 0 && (in.asked = next_is(FC1))) in.find<FC1>(b.shared.entry(number + 1));
-        if (in.asked) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
-      }
+      if (GATHER) load_next(i, tile);
     }
     hand_over_columns<HALVES1>(sums, even, odd);
   }
