@@ -84,15 +84,12 @@ class Compilation:
 @dataclass(frozen=True)
 class Variant(Compilation):
     tokens: int
-    sizes: tuple[tuple[str, int | float], ...]
+    sizes: tuple[tuple[str, float], ...]
     """Constants of ``sizes.cuh``, by name."""
 
     def files(self) -> dict[str, str]:
-        sizes = "".join(
-            f"constexpr {'float' if isinstance(value, float) else 'int'} {name} = {value!r}{'f' * isinstance(value, float)};\n"
-            for name, value in self.sizes
-        )
-        return {**sources(), "sizes.cuh": f"#pragma once\n{sizes}", "host_records.cuh": records.checks()}
+        sizes = [f"constexpr {type(value).__name__} {name} = {str(value).lower()};\n" for name, value in self.sizes]
+        return {**sources(), "sizes.cuh": "#pragma once\n" + "".join(sizes), "host_records.cuh": records.checks()}
 
 
 def _texts(*names: str) -> dict[str, str]:
@@ -111,11 +108,10 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     ``subnormals``: mma.sync takes those of bfloat16. Variants whose FC2 goes by slices depend on it.
     Raise ValueError if the kernel does not take a size or the layout.
     """
-    tiled = g.layout.scales != ROWS
+    tiled, by_turns = g.layout.scales != ROWS, g.layout.fc1 == BY_TURNS
     # 64 rows: rows of gate behind rows of up. 64 columns: where both take turns, rows of scales begin at even addresses.
-    by_turns = g.layout.fc1 == BY_TURNS and form.group_size == 32
-    multiples = (64 if tiled else 32, 64 if by_turns else 32)
-    if g.intermediate_size % multiples[0] or g.stored_hidden % multiples[1] or (tiled and g.layout.fc1 == BY_TURNS):
+    rows, columns = 64 if tiled else 32, 64 if by_turns and form.group_size == 32 else 32
+    if g.intermediate_size % rows or g.stored_hidden % columns or (tiled and by_turns):
         sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
         raise ValueError(f"one launch does not take {sizes}")
     if g.top_k > _MAX_TOP_K:
@@ -127,7 +123,7 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     if g.scoring is not None and g.num_experts * g.ranks > _MAX_SCORED:
         raise ValueError(f"one launch takes the logits of at most {_MAX_SCORED} experts, not {g.num_experts * g.ranks}")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
-    found = [_variant(g, tokens, form.code_bits, form.group_size, tiled, subnormals) for tokens in taken]
+    found = [_variant(g, form, tokens, subnormals) for tokens in taken]
     if found[-1] is None:
         raise ValueError(f"one launch of {taken[-1]} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
     return tuple(variant for variant in found if variant is not None)  # a larger one serves instead
@@ -152,16 +148,14 @@ def _slices(tokens: int, bits: int) -> bool:
     return tokens == 1 or (tokens <= _COLUMNS and (bits == 8 or tokens == _COLUMNS))
 
 
-def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subnormals: bool) -> Variant | None:
+def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Variant | None:
     """Return the variant for calls of up to ``tokens`` tokens, or None if a block has not enough shared memory for it."""
-    gather = tokens > _COLUMNS
+    bits, group, tiled, gather = form.code_bits, form.group_size, g.layout.scales != ROWS, tokens > _COLUMNS
+    # Warps that share FC1's columns, in blocks of 128 each, and rows of such warps. Each token has a warp that reads its routes.
     blocks = -(-g.stored_hidden // 128)
-    if gather:
-        split = -(-blocks // -(-blocks // 16))  # warps that share FC1's columns, in blocks of 128 each
-        parts = max(1, min(8, 16 // split))  # rows of such warps
-    else:
-        split = -(-blocks // -(-blocks // _WARPS))
-        parts = max(-(-_COLUMNS // split), min(4, 16 // split))  # each token has a warp that reads its routes
+    split = -(-blocks // -(-blocks // (16 if gather else _WARPS)))
+    fewest, most = (1, 8) if gather else (-(-_COLUMNS // split), 4)
+    parts = max(fewest, min(most, 16 // split))
     warps = split * parts
     parts2 = _parts_of_fc2(warps, -(-g.intermediate_size // 128)) if gather else 1
     # Tiles in a task of FC1. On an H100 gpt-oss-120b (I 2944) takes 589 us at 64 tokens with 8 and 600 with 4, but Qwen3-30B-A3B
@@ -172,18 +166,18 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
     scales = 128 // group  # bytes of a row of a stage
     if not tiled and any(size // group % scales for size in (g.stored_hidden, g.intermediate_size)):
         scales += 4
-    adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
-    buffers = adders if tokens > 2 else 2 * adders
+    # On an H100, with two and with three warps that add: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one.
+    adders, buffers = (2, 2) if tokens > 2 else (3, 6)
     entries = 8 if tokens == 1 else 16
     narrow = tokens == 1 and bits == 4 and g.stored_hidden < 16 * _TASKS  # FC2 has few tiles of 16 rows: of 8, then
     units = -(-g.intermediate_size // (256 if narrow else 128)) if tokens == 1 else 0  # of a route in FC2
     # Halves of a stage of FC1 and of FC2, stages of FC1 on their way, halves of a warp's ring.
     choices = [(2, 2, 2, 4), (1, 1, 4, 4), (1, 1, 3, 3), (1, 1, 2, 2)]
     tall = tokens * g.top_k * g.intermediate_size >= (16 if g.gated else 32) * _TASKS  # FC1 has enough tiles of 32 rows
-    if tokens == 1:  # one stage on its way: each request waits for less
+    if tokens == 1 and bits == 8:  # 18.0 us of Qwen3-30B-A3B on an H100; 18.4 with two such stages, 18.5 with one of 32 rows
+        choices = [(1, 1, 1, 2)]
+    elif tokens == 1:  # one stage on its way: each request waits for less
         choices = [(2, 1, 1, 4), (2, 1, 1, 2)] if tall else [(1, 1, 2, 4), (1, 1, 2, 2)]
-        if bits == 8:  # 18.0 us of Qwen3-30B-A3B on an H100; 18.4 with two such stages, 18.5 with one of 32 rows
-            choices = [(1, 1, 1, 2)]
     elif bits == 8:
         del choices[0]
     elif tokens * g.stored_hidden < 32 * _TASKS:  # Nemotron-3-Super at 2 tokens 63.4 us on an H100, without this choice 66.1
@@ -198,28 +192,19 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
     else:
         return None
     slices, scoring = _slices(tokens, bits), g.scoring or Scoring()
-    layer = {
-        **{"HIDDEN": g.hidden_size, "STORED_HIDDEN": g.stored_hidden, "INTERMEDIATE": g.intermediate_size},
-        **{"EXPERTS": g.num_experts, "TOP_K": g.top_k, "MAX_TOKENS": tokens},
-        **{"CODE_BITS": bits, "GROUP": group, "TILED_SCALES": tiled, "GATE_ORDER": ORDERS.index(g.layout.fc1)},
-        **{"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "FLOAT16": g.dtype is torch.float16},
-        "BIAS": _BIASES.index(g.bias),
-    }
-    routing = {
-        **{"FROM_LOGITS": g.scoring is not None, "ALL_EXPERTS": 1 if g.scoring is None else g.num_experts * g.ranks},
-        **{"SCORING": _SCORING.index(scoring.kind), "RENORMALIZE": scoring.renormalize, "ROUTER_BIAS": scoring.bias},
-        **{"ROUTING_FACTOR": float(scoring.factor), "HIGHER_FIRST": scoring.higher_first},
-    }
-    block = {
-        **{"WARPS": warps, "PARTS1": parts, "PARTS2": parts2, "TILES_A_TASK": times, "NARROW": narrow},
-        **dict(zip(("HALVES1", "HALVES2", "STAGES1", "RING_HALVES"), chosen, strict=True)),
-        **{"BUFFERS": buffers, "ADDERS": adders, "ENTRIES": entries, "MOST_BLOCKS": MOST_BLOCKS, "SPIN_SECONDS": SPIN_SECONDS},
-        **{"SLICES2": slices, "SUBNORMALS": subnormals or not slices, "SHARED_BYTES": shared},
-    }
-    sizes = (layer | routing | block).items()
-    return Variant(
-        f"layer, {tokens} tokens", _SOURCE, tokens, tuple((k, v if isinstance(v, float) else int(v)) for k, v in sizes)
-    )
+    sizes: dict[str, float] = {"HIDDEN": g.hidden_size, "STORED_HIDDEN": g.stored_hidden, "INTERMEDIATE": g.intermediate_size}
+    sizes |= {"EXPERTS": g.num_experts, "TOP_K": g.top_k, "MAX_TOKENS": tokens, "FLOAT16": g.dtype is torch.float16}
+    sizes |= {"CODE_BITS": bits, "GROUP": group, "TILED_SCALES": tiled, "GATE_ORDER": ORDERS.index(g.layout.fc1)}
+    sizes |= {"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "BIAS": _BIASES.index(g.bias)}
+    sizes |= {"WARPS": warps, "PARTS1": parts, "PARTS2": parts2, "TILES_A_TASK": times, "NARROW": narrow}
+    sizes |= zip(("HALVES1", "HALVES2", "STAGES1", "RING_HALVES"), chosen, strict=True)
+    sizes |= {"BUFFERS": buffers, "ADDERS": adders, "ENTRIES": entries, "SHARED_BYTES": shared}
+    sizes |= {"MOST_BLOCKS": MOST_BLOCKS, "SPIN_SECONDS": SPIN_SECONDS}
+    sizes |= {"SLICES2": slices, "SUBNORMALS": subnormals or not slices}
+    sizes |= {"FROM_LOGITS": g.scoring is not None, "ALL_EXPERTS": g.num_experts * g.ranks if g.scoring else 1}
+    sizes |= {"SCORING": _SCORING.index(scoring.kind), "RENORMALIZE": scoring.renormalize, "ROUTER_BIAS": scoring.bias}
+    sizes |= {"ROUTING_FACTOR": float(scoring.factor), "HIGHER_FIRST": scoring.higher_first}
+    return Variant(f"layer, {tokens} tokens", _SOURCE, tokens, tuple(sizes.items()))
 
 
 def _shared_bytes(g: Geometry, tokens: int, fixed: int, entries: int, units: int) -> int:
