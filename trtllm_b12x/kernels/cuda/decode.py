@@ -41,10 +41,6 @@ _Owner = tuple[int, int, int]
 """Tokens of the variant, capture (0 outside) and stream."""
 
 
-def _stuck_tokens() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())  # engines set a default device
-
-
 @dataclass
 class LaunchPlan(Plan):
     functions: dict[int, driver.Function]
@@ -53,7 +49,9 @@ class LaunchPlan(Plan):
     """All, and those that begin as ones or zeros."""
     workspaces: dict[_Owner, tuple[int, torch.Tensor]] = field(default_factory=dict)
     """Addresses and memory. Launches that may overlap share none."""
-    stuck: torch.Tensor = field(default_factory=_stuck_tokens)
+    stuck: torch.Tensor = field(  # engines set a default device
+        default_factory=lambda: torch.zeros(1, dtype=_INT32, device="cpu", pin_memory=torch.cuda.is_available())
+    )
     """Number of tokens of a launch that the kernel stopped because it did not end, else 0. The kernel writes it: host memory."""
 
 
@@ -108,8 +106,7 @@ class CudaKernel(OwnKernel):
                 needed, remedy = variants(self.geometry, self.number_format(), False), "start once without it"
             cubins = load(needed, self.target, remedy)
             functions = {variant.tokens: driver.Function(cubin, "layer") for variant, cubin in zip(needed, cubins, strict=True)}
-        names = "workspace_bytes", "filled_bytes"
-        sizes = {tokens: (function.constant(names[0]), function.constant(names[1])) for tokens, function in functions.items()}
+        sizes = {tokens: (f.constant("workspace_bytes"), f.constant("filled_bytes")) for tokens, f in functions.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         plan = LaunchPlan(functions, sizes)
         # Also runs in processes that multiprocessing forked, which skip ``atexit``. It keeps the tensor for graphs that outlive
@@ -120,17 +117,12 @@ class CudaKernel(OwnKernel):
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         check(self.geometry, weights)
         s = scalars_of(self.geometry, weights)
-        head = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
-        tail = (
-            *(weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input),
-            *(*s.biases, *s.swiglu),
-        )
-        self._at = weights.fc1_weight.get_device()
-        self._tensors = *head, s.fc1_input, s.one, *tail
+        fc1 = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
+        fc2 = weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input
+        rest = *fc2, *s.biases, *s.swiglu, self._plan.stuck
+        self._at, self._tensors = weights.fc1_weight.get_device(), (*fc1, s.fc1_input, s.one, *rest)
         layers = [
-            records.Layer(
-                *(tensor.data_ptr() for tensor in (*head, scale, *tail, self._plan.stuck)), step, s.steps[1], first_expert
-            )
+            records.Layer(*(tensor.data_ptr() for tensor in (*fc1, scale, *rest)), step, s.steps[1], first_expert)
             for scale, step in ((s.fc1_input, s.steps[0]), (s.one, 0))
         ]
         launches: dict[tuple[int, ...], _Form] = {}
