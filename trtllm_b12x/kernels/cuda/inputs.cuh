@@ -23,7 +23,7 @@ struct Inputs {
   template <int phase>
   DEVICE void find(u32 entry) {
     const Group group = {load_shared(entry + WORD_AT)};
-    const u32 route = load_shared_u16(b.shared.numbers() + (group.first() + min(g, (int)group.last())) * 2);
+    const u32 route = b.route_at(group.first() + min(g, (int)group.last()));
     if (phase == FC2) {
       row = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + (u64)route * ROW_OF_H + t * 16;
     } else {

@@ -147,4 +147,6 @@ struct Block {
   Workspace workspace;
   Shared shared;
   int warp, lane;
+  // GATHER: number of a route by its place among those of all experts.
+  DEVICE u32 route_at(u32 place) const { return load_shared_u16(shared.numbers() + place * 2); }
 };
