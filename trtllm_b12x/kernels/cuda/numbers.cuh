@@ -26,12 +26,6 @@ struct Scale {
 };
 constexpr u32 MINUS_ZEROS = 0x80008000u;
 
-// Two E4M3 in float32.
-DEVICE void from_e4m3x2(u32 bytes, float& first, float& second) {
-  const u32 halves = e4m3x2_to_f16x2(bytes);
-  first = from_f16((u16)halves);
-  second = from_f16((u16)(halves >> 16));
-}
 // The first or the second of two E4M3. In float16 FP4's codes are 2^-14 times as large, and shall be 2^-8: the scale is
 // 64 (0x5400) times as large.
 template <bool float16>
@@ -91,7 +85,12 @@ DEVICE void raw8(u32 word, u32* pairs) {
 }
 // Two block scales in float32: E4M3, or E8M0, where 255 is NaN and 0 is 2^-127, a subnormal.
 DEVICE void scales_of(u32 bytes, float& first, float& second) {
-  if (GROUP == 16) return from_e4m3x2(bytes, first, second);
+  if (GROUP == 16) {
+    const u32 halves = e4m3x2_to_f16x2(bytes);
+    first = from_f16((u16)halves);
+    second = from_f16((u16)(halves >> 16));
+    return;
+  }
   auto value = [](u32 byte) { return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u); };
   first = value(bytes & 255);
   second = value(bytes >> 8 & 255);

@@ -23,15 +23,6 @@ DEVICE float weight_of(const Block& b, u32 route) {
   return b.call.weight_type ? from_bf16(((const u16*)b.call.router_weights)[route])
                             : ((const float*)b.call.router_weights)[route];
 }
-// GATHER: chooses the experts of a token, for `expert_of` and `weight_of`.
-DEVICE void choose_routes(const Block& b, int token) {
-  const u32 expert = choose(b, token);
-  const float weight = weight_of_choice(b, token, expert);
-  if (b.lane >= TOP_K) return;
-  const int route = token * TOP_K + b.lane;
-  store_shared(b.shared.chosen() + route * 4, local_expert(b.layer, expert));
-  store_shared_float(b.shared.weights() + route * 4, weight);
-}
 // What NVFP4 multiplies FC2's products of an expert by.
 DEVICE float scale2_of(const Layer& layer, int expert) {
   return layer.alpha2[expert] * layer.input2[expert * layer.step2];
@@ -133,7 +124,13 @@ DEVICE int group_routes(const Block& b) {
   u32* total = (u32*)(b.shared.memory + TOTAL_AT);
   u32* totals32 = (u32*)(b.shared.memory + TOTALS32_AT);
   if (FROM_LOGITS) {
-    for (int token = b.warp; token < b.call.tokens; token += BLOCK_WARPS) choose_routes(b, token);
+    for (int token = b.warp; token < b.call.tokens; token += BLOCK_WARPS) {
+      const u32 choice = choose(b, token), route = token * TOP_K + b.lane;
+      const float weight = weight_of_choice(b, token, choice);
+      if (b.lane >= TOP_K) continue;
+      store_shared(b.shared.chosen() + route * 4, local_expert(b.layer, choice));  // for `expert_of`
+      store_shared_float(b.shared.weights() + route * 4, weight);                  // for `weight_of`
+    }
     __syncthreads();
   }
   int expert[CHUNKS_A_WARP], rank[CHUNKS_A_WARP];

@@ -31,20 +31,6 @@
 #pragma once
 #include "records.cuh"
 
-// Time since this warp's 256th poll that failed, whatever it waited for. The clock is slow to read: every 256th poll
-// reads it.
-struct Watch {
-  u32 polls = 0, began = 0;
-  DEVICE void trap_if_late(const Block& b) {
-    if (++polls % 256) return;
-    if (polls == 256) began = time_in_ms();
-    if (time_in_ms() - began < SPIN_SECONDS * 954u) return;
-    *b.layer.stuck = b.call.tokens;
-    __threadfence_system();
-    trap();
-  }
-};
-
 // ---- readers of entries
 // Parity of the phase in which an entry's mbarriers are while it holds task `number`.
 DEVICE u32 parity_of(u32 number) { return number / ENTRIES & 1; }
@@ -71,8 +57,8 @@ struct TaskTaker {
   u32 ticket = 0, epoch = 0, last_tokens = 0;
   bool own = false;            // nobody has taken the virtual block of this block's number before
   int tasks1 = 0, tasks2 = 0;  // of FC1 and FC2
-  Watch watch;
-  u32 number = 0;  // of the block's task that is published next
+  u32 polls = 0, began = 0;    // polls that failed, whatever they waited for, and the time of the 256th
+  u32 number = 0;              // of the block's task that is published next
 
   DEVICE explicit TaskTaker(const Block& block) : b(block) {}
 
@@ -116,9 +102,18 @@ struct TaskTaker {
   DEVICE bool finished(u32 count) const {
     return !__any_sync(~0u, count && !barrier_test(b.shared.given_back(count - 1), parity_of(count - 1)));
   }
+  // A poll has failed. The clock is slow to read: every 256th poll reads it.
+  DEVICE void trap_if_late() {
+    if (++polls % 256) return;
+    if (polls == 256) began = time_in_ms();
+    if (time_in_ms() - began < SPIN_SECONDS * 954u) return;
+    *b.layer.stuck = b.call.tokens;
+    __threadfence_system();
+    trap();
+  }
   DEVICE void pause() {
     __nanosleep(50);
-    watch.trap_if_late(b);
+    trap_if_late();
   }
   DEVICE void virtual_blocks(u32 blocks) {
     int held = 0;
@@ -189,12 +184,12 @@ struct TaskTaker {
     }
     __syncwarp();
     prepare_next_launch(blocks);
-    while (!barrier_try_wait(b.shared.ended(), 0)) watch.trap_if_late(b);
+    while (!barrier_try_wait(b.shared.ended(), 0)) trap_if_late();
   }
   // Waits until the entry of a task is free.
   DEVICE void wait_for_entry(u32 task) {
     if (task < ENTRIES) return;
-    while (!barrier_try_wait(b.shared.given_back(task), parity_of(task) ^ 1)) watch.trap_if_late(b);
+    while (!barrier_try_wait(b.shared.given_back(task), parity_of(task) ^ 1)) trap_if_late();
   }
   // Publishes the tasks first, first + step, ... ahead of `end`. A lane writes an entry: many at once while entries are
   // new.
