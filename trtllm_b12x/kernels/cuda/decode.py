@@ -30,15 +30,11 @@ from . import driver, records
 from .probe import PROBE, takes_subnormals
 from .variant import MOST_BLOCKS, SPIN_SECONDS, TOKENS, Variant, load, variants
 
-_HEADER = 1024
-"""Bytes of counters in front of a workspace, which begin as zeros. The rest begins as ones."""
-
-
+_HEADER = 1024  # bytes of counters in front of a workspace, which begin as zeros; the rest begins as ones
 _INT32, _FLOAT32 = torch.int32, torch.float32
 _Form = tuple[tuple[int, int] | None, int, list[Callable[..., None]]]
 """Shape of the ids, None if calls have logits; tokens of the variant; its launches of unquantized and of quantized input."""
-_Owner = tuple[int, int, int]
-"""Tokens of the variant, capture (0 outside) and stream."""
+_Owner = tuple[int, int, int]  # tokens of the variant, capture (0 outside) and stream
 
 
 @dataclass
@@ -61,15 +57,12 @@ class CudaKernel(OwnKernel):
     features = families.cuda(Environment())
     reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
     takes_logits = True
-    _plan: LaunchPlan
     gathers = False
     """Calls of few tokens gather too."""
-    _launches: dict[tuple[int, ...], _Form]
-    """By the shape of the output."""
-    _gathering: dict[tuple[int, ...], _Form]
-    """The same of the variant that gathers."""
-    _at: int
-    """Number of the weights' device."""
+    _plan: LaunchPlan
+    _launches: dict[tuple[int, ...], _Form]  # by the shape of the output
+    _gathering: dict[tuple[int, ...], _Form]  # the same of the variant that gathers
+    _at: int  # number of the weights' device
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -25,25 +24,17 @@ from . import nvrtc, records
 _SOURCE = "layer.cu"
 TOKENS = (1, 2, 4, 8, 64)
 """Largest calls of the variants. A call takes the first that holds it."""
-_COLUMNS = 8
-"""Of a product. Calls of more tokens gather an expert's routes."""
-_SHARED_MEMORY = 99 << 10
-"""Bytes of a block on SM12x."""
-_RING = 75 << 10
-"""Bytes of weights on their way to a multiprocessor. More did not help on an H200, and the rest holds sums."""
-_WARPS = 20
-"""Maximum number of warps that read. With 20 a thread has 80 registers, with 16 it has 96."""
-_TASKS = 120
-"""Minimum number of tasks of FC1 and of FC2, so that every multiprocessor of a large card has one."""
+_COLUMNS = 8  # of a product; calls of more tokens gather an expert's routes
+_SHARED_MEMORY = 99 << 10  # bytes of a block on SM12x
+_RING = 75 << 10  # bytes of weights on their way to a multiprocessor: more did not help on an H200, and the rest holds sums
+_WARPS = 20  # maximum number of warps that read: with 20 a thread has 80 registers, with 16 it has 96
+_TASKS = 120  # minimum number of tasks of FC1 and of FC2, so that every multiprocessor of a large card has one
 MOST_BLOCKS = 256
 """Maximum number of blocks of a launch: a block has room for so many virtual blocks."""
 _MAX_TOP_K = 32
-_MAX_SCORED = 512
-"""Experts whose logits a warp compares."""
-_BIASES = (None, torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of a bias by number, as ``config.cuh`` has them."""
-_SCORING = ("softmax", "sigmoid", "sigmoid_tanh")
-"""Kinds of ``Scoring`` by number, as ``scoring.cuh`` has them."""
+_MAX_SCORED = 512  # experts whose logits a warp compares
+_BIASES = (None, torch.bfloat16, torch.float16, torch.float32)  # by number, as config.cuh has them
+_SCORING = ("softmax", "sigmoid", "sigmoid_tanh")  # by number, as scoring.cuh has them
 SPIN_SECONDS = 30
 """Seconds that a block may wait for other warps and blocks. Then the kernel traps."""
 
@@ -228,19 +219,21 @@ def _parts_of_fc2(warps: int, blocks: int) -> int:
     return warps // max(split for split in splits if waste[split] <= max(1.15, min(waste.values())))
 
 
-def load(needed: tuple[Compilation, ...], target: str, remedy: str) -> Iterator[bytes]:
+def load(needed: tuple[Compilation, ...], target: str, remedy: str) -> list[bytes]:
     """Return the cubins, from the cache or compiled side by side.
 
     Raise PlanError if the cache lacks one and ``TRTLLM_B12X_FREEZE`` forbids a compile (``remedy`` is the command that fills
     it), CompileError if NVRTC is missing or does not know the card.
     """
-    found = {variant: variant.cached(target) for variant in needed}
-    missing = [variant for variant, content in found.items() if content is None]
-    if missing and settings.FREEZE():
-        raise PlanError(f"{missing[0].file(target)} is not there and is not compiled: {settings.FREEZE.name}=1 ({remedy})")
-    with ThreadPoolExecutor(max(1, min(len(missing), len(os.sched_getaffinity(0))))) as pool:
-        found |= dict(zip(missing, pool.map(lambda variant: fill(variant, target), missing), strict=True))
-    return (content for content in found.values() if content is not None)
+
+    def cubin(variant: Compilation) -> bytes:
+        content = variant.cached(target)
+        if content is None and settings.FREEZE():
+            raise PlanError(f"{variant.file(target)} is not there and is not compiled: {settings.FREEZE.name}=1 ({remedy})")
+        return fill(variant, target) if content is None else content
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(cubin, needed))
 
 
 def fill(variant: Compilation, target: str) -> bytes:
