@@ -136,8 +136,7 @@ static_assert(!NARROW || (ONE_TOKEN && CODE_BITS == 4), "NARROW is a call of one
 static_assert(TILES_A_TASK == 1 || (GATHER && RESIDENT), "several tiles a task need x in registers");
 static_assert((ENTRIES & (ENTRIES - 1)) == 0, "a task's entry and its parity are bits of its number");
 static_assert(!GATHER || STAGES1 + 3 < ENTRIES, "a block would wait for an entry that is in use again");
-static_assert(STAGES1 * HALVES1 <= RING_HALVES && HALVES1 % HALVES2 == 0 && RING_HALVES % HALVES1 == 0 &&
-                  RING_HALVES % HALVES2 == 0,
+static_assert(STAGES1 * HALVES1 <= RING_HALVES && HALVES1 % HALVES2 == 0 && RING_HALVES % HALVES1 == 0,
               "a stage would reach over the ring's end");
 static_assert(!ONE_TOKEN || SLICES2, "a call of one token multiplies by slices of columns");
 static_assert(!GATHER || !SLICES2, "slices are columns of one token's product");

@@ -113,8 +113,7 @@ constexpr int COUNTERS = GATHER ? (CHUNKS < BLOCK_WARPS ? CHUNKS : BLOCK_WARPS) 
 constexpr int CHUNKS_A_WARP = (CHUNKS + BLOCK_WARPS - 1) / BLOCK_WARPS;
 constexpr int FIRST_AT = (COUNTERS * EXPERTS * 2 + 3) / 4 * 4, TOTAL_AT = FIRST_AT + EXPERTS * 4,
               TOTALS32_AT = TOTAL_AT + EXPERTS * 4;
-static_assert(!GATHER || TOTALS32_AT + EXPERT_WORDS * 4 + 4 <= SUMS_AT,
-              "the scratch that sorts routes is larger than the stages");
+static_assert(!GATHER || TOTALS32_AT + EXPERT_WORDS * 4 + 4 <= SUMS_AT, "the scratch is larger than the stages");
 
 // Returns the number of groups.
 DEVICE int group_routes(const Block& b) {
