@@ -103,17 +103,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   TokenRoutes routes(block);
   if (!GATHER) routes.read(block);
-  if (!ONE_TOKEN) __syncthreads();
   int slots = 0;
-  if (GATHER)
-    slots = group_routes(block);
-  else if (!ONE_TOKEN)
-    slots = routes.number_slots(block);
-  routes.mark(block);
-  if (!ONE_TOKEN)
+  if constexpr (ONE_TOKEN) {
+    routes.mark(block);
+    if (warp >= WARPS) named_barrier<1, (ADDERS + 1) * 32>();
+  } else {
     __syncthreads();
-  else if (warp >= WARPS)
-    named_barrier<1, (ADDERS + 1) * 32>();
+    slots = GATHER ? group_routes(block) : routes.number_slots(block);
+    routes.mark(block);
+    __syncthreads();
+  }
 
   if (warp == WARPS) {
     taker.set_tasks(ONE_TOKEN ? block.shared.valid()[0] : slots);

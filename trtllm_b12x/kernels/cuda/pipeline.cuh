@@ -220,7 +220,7 @@ struct Stages {
     wait_for_oldest<1>();
     __syncwarp();
   }
-  // It is in registers: asks for another one in its place.
+  // That stage is in registers: asks for others in its place.
   template <int phase>
   DEVICE void close() {
     used_up<phase>();
