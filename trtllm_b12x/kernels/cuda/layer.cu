@@ -115,8 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 
   if (warp == WARPS) {
-    taker.set_tasks(ONE_TOKEN ? block.shared.valid()[0] : slots);
-    taker.run();
+    taker.run(ONE_TOKEN ? block.shared.valid()[0] : slots);
   } else if (warp > WARPS) {
     if (ONE_TOKEN) routes.store_factor(block);
     Adder(block).run();

@@ -70,10 +70,6 @@ struct TaskTaker {
     else
       own = take_virtual(blockIdx.x);
   }
-  DEVICE void set_tasks(int slots) {
-    tasks1 = slots * TASKS1;
-    tasks2 = (GATHER ? slots : b.call.tokens) * TASKS2;
-  }
   // Takes the next ticket, for all lanes.
   DEVICE void take() {
     __syncwarp();
@@ -154,7 +150,10 @@ struct TaskTaker {
       take();
     }
   }
-  DEVICE void run() {
+  // Takes and publishes all tasks. `slots`: experts that are hit, or groups.
+  DEVICE void run(int slots) {
+    tasks1 = slots * TASKS1;
+    tasks2 = (GATHER ? slots : b.call.tokens) * TASKS2;
     epoch = __shfl_sync(~0u, epoch, 0);
     last_tokens = __shfl_sync(~0u, last_tokens, 0);
     ticket = __shfl_sync(~0u, ticket, 0);

@@ -148,20 +148,15 @@ struct MultiplyingWarp {
     }
     __syncwarp();
   }
-  // Loads h of a token's first units.
-  DEVICE void begin_token(u32 of) {
-    token = of;
-    EACH (i, HELD) {
-      h_at[i] = place_of_h(i);
-      load_h(h_at[i], h[i]);
-    }
-  }
   DEVICE void fc2_by_slices() {
     if (!ONE_TOKEN) {
       const u32 next = load_shared(b.shared.entry(number) + INFO_AT) >> 16;
       if (next != token) {
-        units = stages.units_of(next);
-        begin_token(next);
+        token = next, units = stages.units_of(token);
+        EACH (i, HELD) {
+          h_at[i] = place_of_h(i);
+          load_h(h_at[i], h[i]);
+        }
       }
     }
     if (units <= 0) stages.pass(number);
