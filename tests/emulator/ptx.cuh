@@ -5,6 +5,7 @@
 #define DEVICE inline
 #define UNROLL
 #define ROLLED
+#define EACH(i, count) for (int i = 0; i < count; i++)
 #define OFFSET_OF(record, field) __builtin_offsetof(record, field)
 #define __device__
 #define __global__

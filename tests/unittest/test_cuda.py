@@ -166,7 +166,7 @@ def test_an_error_of_the_compiler() -> None:
 
 
 GEOMETRY = Geometry(3, 2, 128, 128, "Swiglu")
-FIELDS = [name for name, _ in records._CALL]
+FIELDS = [name for name, _ in records.Call._fields_]
 CONSTANTS = {b"threads": 96, b"shared_bytes": 5000, b"workspace_bytes": 4096, b"filled_bytes": 2048}
 FILLED = bytes(1024) + b"\xff" * 1024
 """A workspace's first bytes."""

@@ -7,6 +7,8 @@
 // Values of GATE_ORDER: where the rows of gate and up lie. Values of ACTIVATION; any other is GELU.
 constexpr int UP_GATE = 0, GATE_UP = 1, BY_TURNS = 2;
 constexpr int SWIGLU = 0, SWIGLU_BIAS = 1, GEGLU = 2, RELU2 = 3, SILU = 4;
+// The phases of a launch, in order: values of a task's kind.
+constexpr u32 FC1 = 0, FC2 = 1, SUM = 2, END = 3;
 // Values of BIAS.
 constexpr int NO_BIAS = 0, BFLOAT16_BIAS = 1, FLOAT16_BIAS = 2, FLOAT32_BIAS = 3;
 
@@ -57,6 +59,8 @@ constexpr u64 EXPERT_SCALES2 =
 // do not begin at multiples of ROW_SCALES are UNEVEN: they are copied in words, the first of which may begin 2 bytes
 // ahead, or 1 to 3 where rows have an odd number of scales.
 constexpr int LOADS = CODE_BITS / 4;
+template <int phase>
+constexpr int HALVES = phase == FC1 ? HALVES1 : HALVES2;
 constexpr int HALF_CODES = 2 * 512 * LOADS;
 constexpr int ROW_SCALES = 128 / GROUP;
 constexpr int BLOCK_SCALES = (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES) / 2;  // in units of 2 bytes
@@ -90,12 +94,41 @@ constexpr int MOST_GROUPS = ROUTES < EXPERTS + ROUTES / 8 ? ROUTES : EXPERTS + R
 constexpr int BUFFER_BYTES = WARPS * COLUMNS * 64;
 constexpr int ENTRY_BYTES = 16 + 16 * (TASK_TILES1 > TASK_TILES2 ? TASK_TILES1 : TASK_TILES2);
 
-static_assert(WARPS % PARTS1 == 0, "WARPS is no multiple of PARTS1: a part would have a warp more than another");
-static_assert(!GATHER || WARPS % PARTS2 == 0,
-              "WARPS is no multiple of PARTS2: a part would have a warp more than another");
+// ---- where the rows of a tile lie in a matrix, its codes and its block scales
+// The first row of piece j of a tile, in one matrix. In 128x4 tiles of scales, rows 32 apart lie beside each other:
+// those are one tile's.
+template <int pieces>
+DEVICE int piece_row(int tile, int j) {
+  if (!TILED_SCALES) return tile * 8 * pieces + 8 * j;
+  return tile / (16 / pieces) * 128 + ((tile >> 2) % (4 / pieces) * pieces + j) * 32 + (tile & 3) * 8;
+}
+// Byte of the scale of a row and a 128x4 tile of columns, of `tiles` in a row of the matrix; its four groups of columns
+// lie behind it.
+template <int tiles>
+DEVICE u32 scale_tile(int row, int tile) {
+  return ((row >> 7) * tiles + tile) * 512 + (row & 31) * 16 + (row >> 5 & 3) * 4;
+}
+
+// Where a tile begins, as the entry of a task has it; see TILES_AT.
+DEVICE uint4 tile1(u32 expert, int tile) {
+  const int row = piece_row<PIECES1>(tile, 0), up = row * PAIR + UP_ROW, gate = row * PAIR + GATE_ROW;
+  const u32 up_scales = TILED_SCALES ? scale_tile<SCALE_TILES1>(up, 0) : up * SCALE_PITCH1;
+  const u32 gate_scales = TILED_SCALES ? scale_tile<SCALE_TILES1>(gate, 0) : gate * SCALE_PITCH1;
+  const u32 codes = expert * (u32)(EXPERT_CODES1 / 16) + row * PAIR * (CODE_PITCH1 / 16);
+  const u32 scales = expert * (u32)(EXPERT_SCALES1 / 2);
+  return make_uint4(codes, scales + up_scales / 2, scales + gate_scales / 2, row);
+}
+DEVICE uint4 tile2(u32 expert, int tile) {
+  const int row = piece_row<PIECES2>(tile, 0);
+  const u32 codes = expert * (u32)(EXPERT_CODES2 / 16) + row * (CODE_PITCH2 / 16);
+  const u32 scales = (TILED_SCALES ? scale_tile<SCALE_TILES2>(row, 0) : row * SCALE_PITCH2) / 2;
+  return make_uint4(codes, expert * (u32)(EXPERT_SCALES2 / 2) + scales, 0, row);
+}
+
+// ---- limits
+static_assert(WARPS % PARTS1 == 0 && (!GATHER || WARPS % PARTS2 == 0), "a part would have a warp more than another");
 static_assert(SPLIT1 <= BLOCKS1 && (!GATHER || SPLIT2 <= BLOCKS2), "a warp would have no block of columns");
 static_assert(GATHER || MAX_TOKENS <= WARPS, "a token's routes are read by a warp of its own");
-static_assert(MAX_TOKENS <= 64, "a call has at most 64 tokens");
 static_assert(TOP_K <= 32, "a token's routes are lanes of a warp");
 static_assert(EXPERTS <= 4096, "an expert's number has 12 bits in Group and Slot");
 static_assert(ROUTES <= 8192, "a route's place has 13 bits in Group");
@@ -103,12 +136,10 @@ static_assert(!NARROW || (ONE_TOKEN && CODE_BITS == 4), "NARROW is a call of one
 static_assert(TILES_A_TASK == 1 || (GATHER && RESIDENT), "several tiles a task need x in registers");
 static_assert((ENTRIES & (ENTRIES - 1)) == 0, "a task's entry and its parity are bits of its number");
 static_assert(!GATHER || STAGES1 + 3 < ENTRIES, "a block would wait for an entry that is in use again");
-static_assert(STAGES1 * HALVES1 <= RING_HALVES && HALVES1 % HALVES2 == 0 && RING_HALVES % HALVES1 == 0 &&
-                  RING_HALVES % HALVES2 == 0,
+static_assert(STAGES1 * HALVES1 <= RING_HALVES && HALVES1 % HALVES2 == 0 && RING_HALVES % HALVES1 == 0,
               "a stage would reach over the ring's end");
 static_assert(!ONE_TOKEN || SLICES2, "a call of one token multiplies by slices of columns");
 static_assert(!GATHER || !SLICES2, "slices are columns of one token's product");
 static_assert(!ONE_TOKEN || HALVES2 == 1, "a call of one token has one half of 16 rows in a stage of FC2");
 static_assert(BUFFERS % ADDERS == 0, "a buffer would have several warps that add, and a parity tells two phases apart");
 static_assert(BUFFERS % HALVES1 == 0 && BUFFERS % HALVES2 == 0, "the halves of a tile would lie apart");
-static_assert(BUFFERS <= 6, "no kernel was tried with more buffers");

@@ -30,19 +30,11 @@ from . import driver, records
 from .probe import PROBE, takes_subnormals
 from .variant import MOST_BLOCKS, SPIN_SECONDS, TOKENS, Variant, load, variants
 
-_HEADER = 1024
-"""Bytes of counters in front of a workspace, which begin as zeros. The rest begins as ones."""
-
-
+_HEADER = 1024  # bytes of counters in front of a workspace, which begin as zeros; the rest begins as ones
 _INT32, _FLOAT32 = torch.int32, torch.float32
 _Form = tuple[tuple[int, int] | None, int, list[Callable[..., None]]]
 """Shape of the ids, None if calls have logits; tokens of the variant; its launches of unquantized and of quantized input."""
-_Owner = tuple[int, int, int]
-"""Tokens of the variant, capture (0 outside) and stream."""
-
-
-def _stuck_tokens() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())  # engines set a default device
+_Owner = tuple[int, int, int]  # tokens of the variant, capture (0 outside) and stream
 
 
 @dataclass
@@ -53,7 +45,9 @@ class LaunchPlan(Plan):
     """All, and those that begin as ones or zeros."""
     workspaces: dict[_Owner, tuple[int, torch.Tensor]] = field(default_factory=dict)
     """Addresses and memory. Launches that may overlap share none."""
-    stuck: torch.Tensor = field(default_factory=_stuck_tokens)
+    stuck: torch.Tensor = field(  # engines set a default device
+        default_factory=lambda: torch.zeros(1, dtype=_INT32, device="cpu", pin_memory=torch.cuda.is_available())
+    )
     """Number of tokens of a launch that the kernel stopped because it did not end, else 0. The kernel writes it: host memory."""
 
 
@@ -63,15 +57,12 @@ class CudaKernel(OwnKernel):
     features = families.cuda(Environment())
     reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
     takes_logits = True
-    _plan: LaunchPlan
     gathers = False
     """Calls of few tokens gather too."""
-    _launches: dict[tuple[int, ...], _Form]
-    """By the shape of the output."""
-    _gathering: dict[tuple[int, ...], _Form]
-    """The same of the variant that gathers."""
-    _at: int
-    """Number of the weights' device."""
+    _plan: LaunchPlan
+    _launches: dict[tuple[int, ...], _Form]  # by the shape of the output
+    _gathering: dict[tuple[int, ...], _Form]  # the same of the variant that gathers
+    _at: int  # number of the weights' device
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -108,8 +99,7 @@ class CudaKernel(OwnKernel):
                 needed, remedy = variants(self.geometry, self.number_format(), False), "start once without it"
             cubins = load(needed, self.target, remedy)
             functions = {variant.tokens: driver.Function(cubin, "layer") for variant, cubin in zip(needed, cubins, strict=True)}
-        names = "workspace_bytes", "filled_bytes"
-        sizes = {tokens: (function.constant(names[0]), function.constant(names[1])) for tokens, function in functions.items()}
+        sizes = {tokens: (f.constant("workspace_bytes"), f.constant("filled_bytes")) for tokens, f in functions.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         plan = LaunchPlan(functions, sizes)
         # Also runs in processes that multiprocessing forked, which skip ``atexit``. It keeps the tensor for graphs that outlive
@@ -120,17 +110,12 @@ class CudaKernel(OwnKernel):
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         check(self.geometry, weights)
         s = scalars_of(self.geometry, weights)
-        head = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
-        tail = (
-            *(weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input),
-            *(*s.biases, *s.swiglu),
-        )
-        self._at = weights.fc1_weight.get_device()
-        self._tensors = *head, s.fc1_input, s.one, *tail
+        fc1 = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
+        fc2 = weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input
+        rest = *fc2, *s.biases, *s.swiglu, self._plan.stuck
+        self._at, self._tensors = weights.fc1_weight.get_device(), (*fc1, s.fc1_input, s.one, *rest)
         layers = [
-            records.Layer(
-                *(tensor.data_ptr() for tensor in (*head, scale, *tail, self._plan.stuck)), step, s.steps[1], first_expert
-            )
+            records.Layer(*(tensor.data_ptr() for tensor in (*fc1, scale, *rest)), step, s.steps[1], first_expert)
             for scale, step in ((s.fc1_input, s.steps[0]), (s.one, 0))
         ]
         launches: dict[tuple[int, ...], _Form] = {}

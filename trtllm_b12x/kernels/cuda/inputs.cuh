@@ -5,30 +5,25 @@
 // they are written (32 bits, relaxed), until none of them is that, so no order between addresses is needed.
 #pragma once
 #include "numbers.cuh"
-#include "weights.cuh"
+#include "records.cuh"
 
 struct Inputs {
   const Block& b;
-  const int g, t;           // lane 4g + t has row g of x, and of each 128 columns those of `column8`
-  const bool quantized;     // x is FP4
-  const u8* row = nullptr;  // row g: its token's x, or this lane's share of its route's h
-  u32 token;
+  const int g = b.lane >> 2, t = b.lane & 3;    // this lane has row g of x, and the columns of `column8`
+  const bool quantized = NVFP4 && b.call.x_sf;  // x is FP4
+  const u8* row = nullptr;                      // row g: its token's x, or this lane's share of its route's h
+  u32 token = min(g, b.call.tokens - 1);
   bool asked = false;  // GATHER: loads are on their way for the next stage, or the next task's first
   u32 x[RESIDENT ? BLOCKS_A_WARP : 1][16];  // as in memory until `arrange`
 
-  DEVICE explicit Inputs(const Block& block)
-      : b(block),
-        g(block.lane >> 2),
-        t(block.lane & 3),
-        quantized(NVFP4 && block.call.x_sf),
-        token(min(g, block.call.tokens - 1)) {}
+  DEVICE explicit Inputs(const Block& block) : b(block) {}
 
   DEVICE void to_token() { row = b.call.x + (u64)token * (quantized ? HIDDEN / 2 : 2 * HIDDEN); }
   // Finds row g of a task that gathers: the route of column g.
   template <int phase>
   DEVICE void find(u32 entry) {
     const Group group = {load_shared(entry + WORD_AT)};
-    const u32 route = load_shared_u16(b.shared.numbers() + (group.first() + min(g, (int)group.last())) * 2);
+    const u32 route = b.route_at(group.first() + min(g, (int)group.last()));
     if (phase == FC2) {
       row = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + (u64)route * ROW_OF_H + t * 16;
     } else {
@@ -52,8 +47,7 @@ struct Inputs {
       to[0] = q.x, to[1] = q.y, to[2] = q.z, to[3] = q.w;
       return;
     }
-    UNROLL
-    for (int i = 0; i < 4; i++) {
+    EACH (i, 4) {
       uint4 q = make_uint4(0, 0, 0, 0);
       if (phase == FC2)
         q = load_relaxed_16(row + block * 256 + 64 * i);
@@ -61,6 +55,10 @@ struct Inputs {
         q = *(const uint4*)(row + (block * 128 + column8(t, i)) * 2);
       to[4 * i] = q.x, to[4 * i + 1] = q.y, to[4 * i + 2] = q.z, to[4 * i + 3] = q.w;
     }
+  }
+  // Loads x of all blocks of this warp, the first of which is `first`.
+  DEVICE void load_x(int first) {
+    EACH (i, BLOCKS_A_WARP) load<FC1>(x[i], first + i * SPLIT1);
   }
   // From the order of memory to that of decoded pairs.
   DEVICE void arrange(u32* x) const {
@@ -75,16 +73,14 @@ struct Inputs {
   DEVICE void wait_for_h(u32* h, int column, bool some, Load again) const {
     while (some) {
       u32 most = 0;
-      UNROLL
-      for (int j = 0; j < 16; j++)
+      EACH (j, 16)
         if (FULL2 || column + column8(t, j / 4) < INTERMEDIATE) most = max(most, h[j]);
       if (most != ~0u) break;
       again();
     }
     __syncwarp();
     if (FULL2 || !some) return;
-    UNROLL
-    for (int j = 0; j < 16; j++)
+    EACH (j, 16)
       if (column + column8(t, j / 4) >= INTERMEDIATE) h[j] = 0;
   }
 };

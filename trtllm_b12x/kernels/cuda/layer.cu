@@ -13,10 +13,9 @@
 //
 //   file             what it is
 //     ptx.cuh        instructions
-//     config.cuh     sizes, and the limits that they have
+//     config.cuh     sizes, their limits, and where a tile's rows lie
 //     records.cuh    what the host hands over, workspace, shared memory, words
 //     numbers.cuh    codes and scales to operands; activations
-//     weights.cuh    where a tile's rows lie
 //     scoring.cuh    logits to ids and router weights
 //     routing.cuh    ids to slots or groups
 //     schedule.cuh   virtual blocks, tickets, entries: the protocol, and why every launch ends
@@ -48,7 +47,7 @@ DEVICE void set_up(const Block& b) {
   const int warp = __shfl_sync(~0u, b.warp, 0);  // in a uniform register
   if (b.lane == 0) {
     ROLLED
-    for (int i = warp; i < Shared::BARRIERS; i += THREADS / 32) barrier_init(shared.barrier(i), Shared::arrivals(i));
+    for (int i = warp; i < BARRIERS; i += THREADS / 32) barrier_init(shared.barrier(i), Shared::arrivals(i));
   }
   if (threadIdx.x == 0) store_shared(shared.factors(), 0);
   if (GATHER) {
@@ -99,27 +98,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     one.begin();
   } else if (!GATHER && warp < WARPS) {
     inputs.to_token();
-    UNROLL
-    for (int i = 0; i < BLOCKS_A_WARP; i++) inputs.load<FC1>(inputs.x[i], warp % SPLIT1 + i * SPLIT1);
+    inputs.load_x(warp % SPLIT1);
   }
 
   TokenRoutes routes(block);
   if (!GATHER) routes.read(block);
-  if (!ONE_TOKEN) __syncthreads();
   int slots = 0;
-  if (GATHER)
-    slots = group_routes(block);
-  else if (!ONE_TOKEN)
-    slots = routes.number_slots(block);
-  routes.mark(block);
-  if (!ONE_TOKEN)
+  if constexpr (ONE_TOKEN) {
+    routes.mark(block);
+    if (warp >= WARPS) named_barrier<1, (ADDERS + 1) * 32>();
+  } else {
     __syncthreads();
-  else if (warp >= WARPS)
-    named_barrier<1, (ADDERS + 1) * 32>();
+    slots = GATHER ? group_routes(block) : routes.number_slots(block);
+    routes.mark(block);
+    __syncthreads();
+  }
 
   if (warp == WARPS) {
-    taker.set_tasks(ONE_TOKEN ? block.shared.valid()[0] : slots);
-    taker.run();
+    taker.run(ONE_TOKEN ? block.shared.valid()[0] : slots);
   } else if (warp > WARPS) {
     if (ONE_TOKEN) routes.store_factor(block);
     Adder(block).run();

@@ -26,12 +26,6 @@ struct Scale {
 };
 constexpr u32 MINUS_ZEROS = 0x80008000u;
 
-// Two E4M3 in float32.
-DEVICE void from_e4m3x2(u32 bytes, float& first, float& second) {
-  const u32 halves = e4m3x2_to_f16x2(bytes);
-  first = from_f16((u16)halves);
-  second = from_f16((u16)(halves >> 16));
-}
 // The first or the second of two E4M3. In float16 FP4's codes are 2^-14 times as large, and shall be 2^-8: the scale is
 // 64 (0x5400) times as large.
 template <bool float16>
@@ -60,9 +54,7 @@ DEVICE void codes4(u32 word, u32* pairs) {
 template <bool float16>
 DEVICE void decode4(u32 word, const Scale& scale, u32* pairs) {
   codes4<float16>(word, pairs);
-  UNROLL
-  for (int i = 0; i < 4; i++)
-    pairs[i] = float16 ? mul_f16x2(pairs[i], scale.pair) : fma_bf16x2(pairs[i], scale.pair, scale.added);
+  EACH (i, 4) pairs[i] = float16 ? mul_f16x2(pairs[i], scale.pair) : fma_bf16x2(pairs[i], scale.pair, scale.added);
 }
 // Four codes of FP8 to the pairs (k, k + 2): E4M3 in bfloat16's bits is 2^-120 times as large.
 DEVICE void codes8(u32 word, u32* pairs) {
@@ -93,7 +85,12 @@ DEVICE void raw8(u32 word, u32* pairs) {
 }
 // Two block scales in float32: E4M3, or E8M0, where 255 is NaN and 0 is 2^-127, a subnormal.
 DEVICE void scales_of(u32 bytes, float& first, float& second) {
-  if (GROUP == 16) return from_e4m3x2(bytes, first, second);
+  if (GROUP == 16) {
+    const u32 halves = e4m3x2_to_f16x2(bytes);
+    first = from_f16((u16)halves);
+    second = from_f16((u16)(halves >> 16));
+    return;
+  }
   auto value = [](u32 byte) { return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u); };
   first = value(bytes & 255);
   second = value(bytes >> 8 & 255);
@@ -122,8 +119,7 @@ DEVICE void decode_part(const Rows& rows, int i, u32* pairs) {
 // sums.
 template <bool float16>
 DEVICE void multiply(float (*sums)[4], const Rows& low, const Rows& high, const u32* x) {
-  UNROLL
-  for (int i = 0; i < 4; i++) {
+  EACH (i, 4) {
     u32 a[4], b[4];
     decode_part<float16>(low, i, a);
     decode_part<float16>(high, i, b);
@@ -146,8 +142,7 @@ DEVICE void to_pairs(u32* x) {
 }
 // 32 columns of x in FP4, as the host has quantized it.
 DEVICE void to_pairs(const Rows& rows, u32* x) {
-  UNROLL
-  for (int i = 0; i < 4; i++) decode_part<FLOAT16>(rows, i, x + 4 * i);
+  EACH (i, 4) decode_part<FLOAT16>(rows, i, x + 4 * i);
 }
 
 DEVICE u16 to_output(float v) { return FLOAT16 ? to_f16(v) : to_bf16(v); }

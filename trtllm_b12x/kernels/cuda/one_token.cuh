@@ -14,11 +14,9 @@ struct OneToken : MultiplyingWarp {
   // ---- x
   // Loads x of all blocks of columns. x in FP4: codes to x[i][0] and [1], the scale to x[i][2].
   DEVICE void load_x() {
-    UNROLL
-    for (int i = 0; i < BLOCKS_A_WARP; i++) {
+    EACH (i, BLOCKS_A_WARP) {
       const int at = (b.warp % SPLIT1 + i * SPLIT1) * 128 + column();
-      UNROLL
-      for (int j = 0; j < 8; j++) x[i][j] = 0;
+      EACH (j, 8) x[i][j] = 0;
       if (!has_x || at >= HIDDEN) continue;
       if (NVFP4 && b.call.x_sf) {
         const uint2 q = *(const uint2*)(b.call.x + at / 2);
@@ -40,24 +38,18 @@ struct OneToken : MultiplyingWarp {
     } else
       to_pairs<8>(x);
     if (RAW_X) return;
-    UNROLL
-    for (int j = 0; j < 8; j++) x[j] = fma_bf16x2(x[j], TWO_TO_60, MINUS_ZEROS);
+    EACH (j, 8) x[j] = fma_bf16x2(x[j], TWO_TO_60, MINUS_ZEROS);
   }
 
   // ---- FC1
   DEVICE void fc1() {
     float rows[HALVES1][2] = {};
     wait_for_buffers<HALVES1>();
-    UNROLL
-    for (int i = 0; i < BLOCKS_A_WARP; i++) {
+    EACH (i, BLOCKS_A_WARP) {
       if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
       Rows read[HALVES1][2];
-      stages.take<FC1>([&] {
-        UNROLL
-        for (int half = 0; half < HALVES1; half++) stages.read1_half(read[half], half, stages.split1 + i * SPLIT1);
-      });
-      UNROLL
-      for (int half = 0; half < HALVES1; half++) {
+      stages.take<FC1>([&] { stages.read<FC1>(read, stages.split1 + i * SPLIT1); });
+      EACH (half, HALVES1) {
         const float2 products = multiply_rows<FLOAT16>(read[half], x[i]);
         rows[half][0] = i ? rows[half][0] + products.x : products.x;
         rows[half][1] = i ? rows[half][1] + products.y : products.y;
@@ -94,16 +86,13 @@ struct OneToken : MultiplyingWarp {
     stages.ask_first([&](int slot) { return __reduce_max_sync(~0u, place == slot ? expert : -1); });
   }
   DEVICE void run() {
-    UNROLL
-    for (int i = 0; i < BLOCKS_A_WARP; i++) arrange(x[i]);
+    EACH (i, BLOCKS_A_WARP) arrange(x[i]);
     kind_of(b, 0);  // behind it, routes are known
     stages.learn(b.shared.valid()[0]);
     units = stages.units;
-    UNROLL
-    for (int i = 0; i < HELD; i++) h_at[i] = place_of_h(i);
+    EACH (i, HELD) h_at[i] = place_of_h(i);
     while (number < stages.known || kind_of(b, number) == FC1) fc1();
-    UNROLL
-    for (int i = 0; i < HELD; i++) load_h(h_at[i], h[i]);
+    EACH (i, HELD) load_h(h_at[i], h[i]);
     while (!acquire_shared(b.shared.factors())) {
     }
     while (kind_of(b, number) == FC2) fc2_by_slices();

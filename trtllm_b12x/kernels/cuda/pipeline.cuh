@@ -37,9 +37,12 @@ struct Stages {
   static constexpr int ALL_UNITS = TOP_K * UNITS2;  // of FC2, of a token
 
   const Block& b;
-  const int g, t, part, split1, own1, split2, own2;  // own: blocks of columns of this warp
-  int waiting = 0;                                   // stages that are asked for and not used
-  int tall = 0;                                      // of them those of FC1, where they have more halves than FC2's
+  const int g = b.lane >> 2, t = b.lane & 3;
+  const int part = b.warp / SPLIT1;
+  const int split1 = b.warp % SPLIT1, own1 = (BLOCKS1 - split1 + SPLIT1 - 1) / SPLIT1;  // own: blocks of this warp
+  const int split2 = b.warp % SPLIT2, own2 = (BLOCKS2 - split2 + SPLIT2 - 1) / SPLIT2;
+  int waiting = 0;  // stages that are asked for and not used
+  int tall = 0;     // of them those of FC1, where they have more halves than FC2's
   // What is asked for next: number of the task; stage of the task, of so many; tile of the task.
   u32 number = 0;
   int stage = 0, units = 0, tile = 0;
@@ -54,15 +57,7 @@ struct Stages {
   uint4 first;
   u32 known = 0;
 
-  DEVICE explicit Stages(const Block& block)
-      : b(block),
-        g(block.lane >> 2),
-        t(block.lane & 3),
-        part(block.warp / SPLIT1),
-        split1(block.warp % SPLIT1),
-        own1((BLOCKS1 - split1 + SPLIT1 - 1) / SPLIT1),
-        split2(block.warp % SPLIT2),
-        own2((BLOCKS2 - split2 + SPLIT2 - 1) / SPLIT2) {}
+  DEVICE explicit Stages(const Block& block) : b(block) {}
 
   DEVICE void begin() {
     const int lane = b.lane;
@@ -111,20 +106,23 @@ struct Stages {
     }
     if (kind == FC1 ? waiting >= STAGES1 : halves_in_use() + HALVES2 > RING_HALVES) return false;
     if (kind == FC1)
-      asked<FC1>(HALVES1, copy1(ring + slot, load_shared_16(b.shared.entry(number) + TILES_AT +
-                                                            16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)))));
+      asked<FC1>(copy1(ring + slot, next_tile()));
     else
-      asked<FC2>(HALVES2, copy2(ring + slot));
+      asked<FC2>(copy2(ring + slot));
     return true;
   }
-  // A stage of `size` halves was asked for, or none of a task of FC2.
+  // FC1: where the tile lies of which a stage is asked for next.
+  DEVICE uint4 next_tile() const {
+    return load_shared_16(b.shared.entry(number) + TILES_AT + 16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)));
+  }
+  // A stage was asked for, or none of a task of FC2.
   template <int phase>
-  DEVICE void asked(int size, bool task_ends) {
+  DEVICE void asked(bool task_ends) {
     if (phase == FC1 || units > 0) {
       copy_commit();
       waiting++;
       if (HALVES1 != HALVES2 && phase == FC1) tall++;
-      slot += size * HALF_BYTES;
+      slot += HALVES<phase> * HALF_BYTES;
       if (slot == RING_BYTES) slot = 0;
     }
     if (task_ends) {
@@ -137,8 +135,7 @@ struct Stages {
     const int later = stage * SPLIT1;  // blocks behind the warp's first
     const int column = (split1 + later) * 128;
     const u8* codes = b.layer.w1 + ((u64)from.x << 4) + (codes1 + later * (16 * CODE_BITS));
-    UNROLL
-    for (int n = 0; n < 2 * HALVES1 * LOADS; n++) {
+    EACH (n, 2 * HALVES1 * LOADS) {
       const int i = n % LOADS, piece = n / LOADS, j = GATED ? piece >> 1 : piece;
       const u8* at = codes + (j * NEXT_PIECE * PAIR + (GATED && piece & 1 ? GATE_ROW : UP_ROW)) * CODE_PITCH1 + i * 64;
       const bool there = (EXACT1 || (int)from.w + j * NEXT_PIECE < INTERMEDIATE) &&
@@ -187,8 +184,7 @@ struct Stages {
         scales_in += block * (2 * BLOCK_SCALES);
       }
       const u8* codes = b.layer.w2 + ((u64)codes_at << 4) + codes_in;
-      UNROLL
-      for (int n = 0; n < 2 * HALVES2 * LOADS; n++) {
+      EACH (n, 2 * HALVES2 * LOADS) {
         const int i = n % LOADS, piece = n / LOADS;
         const u8* at = codes + piece * (NARROW ? 16 * CODE_BITS : NEXT_PIECE * CODE_PITCH2) + i * 64;
         const bool row = EXACT2 || (int)from.w + (NARROW ? 0 : piece * NEXT_PIECE) < STORED_HIDDEN;
@@ -210,12 +206,6 @@ struct Stages {
     return ++stage >= units;
   }
 
-  // Waits until the stage that is used next is there.
-  DEVICE void open() {
-    if (waiting == 0) fill<ONE_STAGE>();
-    wait_for_oldest<1>();
-    __syncwarp();
-  }
   // Waits for the oldest of the stages on their way: `waiting`, at least `least`.
   template <int least>
   DEVICE void wait_for_oldest() const {
@@ -224,16 +214,25 @@ struct Stages {
     }
     copy_wait<least - 1>();
   }
-  // It is in registers: asks for another one in its place.
+  // Waits until the stage that is used next is there.
+  DEVICE void open() {
+    if (waiting == 0) fill<ONE_STAGE>();
+    wait_for_oldest<1>();
+    __syncwarp();
+  }
+  // That stage is in registers: asks for others in its place.
   template <int phase>
   DEVICE void close() {
-    constexpr int size = phase == FC1 ? HALVES1 : HALVES2;
+    used_up<phase>();
+    fill();
+  }
+  template <int phase>
+  DEVICE void used_up() {
     __syncwarp();
     waiting--;
     if (HALVES1 != HALVES2 && phase == FC1) tall--;
-    used += size * HALF_BYTES;
+    used += HALVES<phase> * HALF_BYTES;
     if (used == RING_BYTES) used = 0;
-    fill();
   }
   // Asks for as many stages as there is room for, of tasks that are published. It waits for the first task, but not for
   // others: a warp may have no unit of any; or for one stage.
@@ -255,15 +254,14 @@ struct Stages {
   // `expert_of(slot)`: the expert of a slot, -1 if there are not so many.
   template <class ExpertOf>
   DEVICE void ask_first(ExpertOf expert_of) {
-    UNROLL
-    for (int i = 0; i < STAGES1; i++) {
+    EACH (i, STAGES1) {
       const int task = blockIdx.x + number * gridDim.x, expert = expert_of(i ? task / TASKS1 : first_slot);
       if (expert < 0) return;
       uint4 from = i ? tile1(0, task % TASKS1 * TASK_TILES1 + part) : first;
       from.x += expert * (u32)(EXPERT_CODES1 / 16);
       from.y += expert * (u32)(EXPERT_SCALES1 / 2);
       from.z += expert * (u32)(EXPERT_SCALES1 / 2);
-      asked<FC1>(HALVES1, copy1(ring + slot, from));
+      asked<FC1>(copy1(ring + slot, from));
     }
   }
   // Routes are known, and so are the first tasks of the block's own virtual block. Not as many as there are entries:
@@ -281,9 +279,9 @@ struct Stages {
     while ((phase == FC1 ? waiting < STAGES1 : halves_in_use() + HALVES2 <= RING_HALVES && stage < most) &&
            is_published(b, number) && load_shared(b.shared.entry(number)) == phase) {
       if (phase == FC1)
-        asked<FC1>(HALVES1, copy1(ring + slot, load_shared_16(b.shared.entry(number) + TILES_AT + 16 * part)));
+        asked<FC1>(copy1(ring + slot, next_tile()));
       else
-        asked<FC2>(HALVES2, copy2(ring + slot));
+        asked<FC2>(copy2(ring + slot));
     }
   }
   // Calls `read` when the oldest stage is there, and asks for others of the phase in its place. None is on its way if
@@ -297,11 +295,7 @@ struct Stages {
         wait_for_oldest<1>();
         __syncwarp();
         read();
-        __syncwarp();
-        waiting--;
-        if (HALVES1 != HALVES2 && phase == FC1) tall--;
-        used += (phase == FC1 ? HALVES1 : HALVES2) * HALF_BYTES;
-        if (used == RING_BYTES) used = 0;
+        used_up<phase>();
         there = true;
       }
       fill_phase<phase>();
@@ -311,16 +305,23 @@ struct Stages {
   DEVICE void pass(u32 task) {
     if (number == task) number++;
   }
-  // Reads a half of the stage: two pieces. `scales`: where this lane's are, `other`: from there to the other piece's.
-  // What lies beyond the `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
+  // Reads the stage that is used next, of the columns of `block`.
+  template <int phase>
+  DEVICE void read(Rows (*rows)[2], int block) const {
+    EACH (half, HALVES<phase>) {
+      if (phase == FC1)
+        read_half<ONE_TOKEN>(rows[half], half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
+      else
+        read_half<SLICES2>(rows[half], half, read2 + half * HALF2, OTHER2, block * 128, NARROW ? 128 : 0, INTERMEDIATE);
+    }
+  }
+  // Reads a half: two pieces. `scales`: where this lane's are, `other`: from there to the other piece's. What lies
+  // beyond the `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
   template <bool slices>
-  DEVICE void read(Rows* rows, int half, u32 scales, u32 other, int column, int beside, int columns) const {
+  DEVICE void read_half(Rows* rows, int half, u32 scales, u32 other, int column, int beside, int columns) const {
     const u32 from = ring + used;
-    UNROLL
-    for (int i = 0; i < 2; i++) {
-      UNROLL
-      for (int j = 0; j < LOADS; j++)
-        rows[i].codes[j] = load_shared_16(from + b.lane * 16 + ((2 * half + i) * LOADS + j) * 512);
+    EACH (i, 2) {
+      EACH (j, LOADS) rows[i].codes[j] = load_shared_16(from + b.lane * 16 + ((2 * half + i) * LOADS + j) * 512);
       const u32 at = from + scales + i * other;
       if (slices) {
         rows[i].scales = column_scales(at);
@@ -350,11 +351,5 @@ struct Stages {
   DEVICE u32 columns_there(int column, int columns) const {
     const int first = column + (CODE_BITS == 8 ? t * 32 : (t & 1) * 64);
     return first >= columns ? 0 : first + 32 < columns ? ~0u : GROUP == 16 ? 0xffff : 255;
-  }
-  DEVICE void read1_half(Rows* rows, int half, int block) const {
-    read<ONE_TOKEN>(rows, half, read1 + half * HALF1, OTHER1, block * 128, 0, STORED_HIDDEN);
-  }
-  DEVICE void read2_half(Rows* rows, int half, int block) const {
-    read<SLICES2>(rows, half, read2 + half * HALF2, OTHER2, block * 128, NARROW ? 128 : 0, INTERMEDIATE);
   }
 };

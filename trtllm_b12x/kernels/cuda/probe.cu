@@ -5,15 +5,12 @@
 struct Powers {
   int first, second;
 };
-// The number of right sums of each lane: 4.
-struct Results {
-  u32* right;
-};
 extern "C" __device__ const int shared_bytes = 0, threads = 32;
 
 // Element (r, c) of A is 16 r + c in units of 2^-133 for r < 8, and row r + 8 its negative. Column n of B has a power
-// of two in rows n and n + 8, so each sum is that of two products, and exact.
-extern "C" __global__ void probe(const __grid_constant__ Powers powers, const __grid_constant__ Results results) {
+// of two in rows n and n + 8, so each sum is that of two products, and exact. A lane writes how many of its four sums
+// are right.
+extern "C" __global__ void probe(const __grid_constant__ Powers powers, u32* results) {
   const u32 lane = threadIdx.x, row = lane / 4, column = 2 * (lane % 4);
   const u32 units = 16 * row + column, pair = units | (units + 1) << 16, next = pair + 0x00080008;
   const u32 place = column == row ? 1 : column + 1 == row ? 1 << 16 : 0;
@@ -28,5 +25,5 @@ extern "C" __global__ void probe(const __grid_constant__ Powers powers, const __
     right += (sums[i] == sum) + (sums[2 + i] == -sum);
   }
   wait_for_launch_ahead();
-  results.right[lane] = right;
+  results[lane] = right;
 }

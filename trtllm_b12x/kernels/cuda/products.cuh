@@ -20,11 +20,10 @@ struct Multiplier : MultiplyingWarp {
     return is_published(b, number + 1) && load_shared(b.shared.entry(number + 1)) == kind;
   }
   // Hands columns 2t and 2t + 1 of a tile's rows to the warps that add.
-  template <int HALVES>
+  template <int halves>
   DEVICE void hand_over_columns(float (*sums)[2][4], bool even, bool odd) {
-    wait_for_buffers<HALVES>();
-    UNROLL
-    for (int half = 0; half < HALVES; half++) {
+    wait_for_buffers<halves>();
+    EACH (half, halves) {
       const float *first = sums[half][0], *second = sums[half][1];
       const u32 at = b.shared.sums() + (buffer + half) * BUFFER_BYTES + b.warp * (COLUMNS * 64) + t * 128 + g * 4;
       if (even) {
@@ -36,51 +35,46 @@ struct Multiplier : MultiplyingWarp {
         store_shared_float(at + 96, first[3] + second[3]);
       }
     }
-    pass_on<HALVES>();
+    pass_on<halves>();
   }
 
   // ---- x in registers for all blocks of columns
-  // A tile of FC1. `ready(i)` is called before x of block i is used, `used(i)` after.
-  template <class Ready, class Used>
-  DEVICE void resident_tile(bool even, bool odd, Ready ready, Used used) {
-    constexpr int HALVES = HALVES1;
-    float sums[HALVES][2][4] = {};
-    UNROLL
-    for (int i = 0; i < BLOCKS_A_WARP; i++) {
-      if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
-      Rows rows[HALVES][2];
-      stages.open();
-      UNROLL
-      for (int half = 0; half < HALVES; half++) stages.read1_half(rows[half], half, stages.split1 + i * SPLIT1);
-      stages.close<FC1>();
-      ready(i);
-      UNROLL
-      for (int half = 0; half < HALVES; half++)
-        multiply<FLOAT16>(sums[half], rows[half][0], rows[half][1], in.x[RESIDENT ? i : 0]);
-      used(i);
-    }
-    hand_over_columns<HALVES>(sums, even, odd);
+  // Loads x of block i for the next task, if there is one of FC1, behind the last tile of this one.
+  DEVICE void load_next(int i, int tile) {
+    if (tile < TILES_A_TASK - 1) return;
+    if (i == 0 && (in.asked = next_is(FC1))) in.find<FC1>(b.shared.entry(number + 1));
+    if (in.asked) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
   }
-  // A task of FC1 in a call that gathers: TILES_A_TASK tiles for a group.
-  DEVICE void resident_task() {
-    const int last = load_shared(entry() + WORD_AT) >> 25;
-    if (!in.asked) {
-      in.find<FC1>(entry());
-      UNROLL
-      for (int i = 0; i < BLOCKS_A_WARP; i++) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
+  // A tile of FC1, number `tile` of a task's.
+  DEVICE void resident_tile(bool even, bool odd, int tile) {
+    float sums[HALVES1][2][4] = {};
+    EACH (i, BLOCKS_A_WARP) {
+      if (BLOCKS1 % SPLIT1 != 0 && i >= stages.own1) break;
+      Rows rows[HALVES1][2];
+      stages.open();
+      stages.read<FC1>(rows, stages.split1 + i * SPLIT1);
+      stages.close<FC1>();
+      if (GATHER && tile == 0) in.arrange(in.x[i]);
+      EACH (half, HALVES1) multiply<FLOAT16>(sums[half], rows[half][0], rows[half][1], in.x[RESIDENT ? i : 0]);
+      if (GATHER) load_next(i, tile);
     }
-    ROLLED
-    for (int tile = 0; tile < TILES_A_TASK; tile++)
-      resident_tile(
-          2 * t <= last, 2 * t < last,
-          [&](int i) {
-            if (tile == 0) in.arrange(in.x[i]);
-          },
-          [&](int i) {
-            if (tile < TILES_A_TASK - 1) return;
-            if (i == 0 && (in.asked = next_is(FC1))) in.find<FC1>(b.shared.entry(number + 1));
-            if (in.asked) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
-          });
+    hand_over_columns<HALVES1>(sums, even, odd);
+  }
+  // A task of FC1: in a call that gathers TILES_A_TASK tiles for a group.
+  DEVICE void resident_task() {
+    const u32 word = load_shared(entry() + WORD_AT);
+    if constexpr (!GATHER) {
+      const u32 tokens = Slot{word}.tokens_from(2 * t);  // that the expert has
+      resident_tile(tokens & 1, tokens & 2, 0);
+    } else {
+      const int last = Group{word}.last();
+      if (!in.asked) {
+        in.find<FC1>(entry());
+        in.load_x(stages.split1);
+      }
+      ROLLED
+      for (int tile = 0; tile < TILES_A_TASK; tile++) resident_tile(2 * t <= last, 2 * t < last, tile);
+    }
     end_task();
   }
 
@@ -89,37 +83,29 @@ struct Multiplier : MultiplyingWarp {
   template <int phase>
   DEVICE void streamed_task() {
     constexpr bool fc2 = phase == FC2;
-    constexpr int STEP = fc2 ? SPLIT2 : SPLIT1, HALVES = fc2 ? HALVES2 : HALVES1;
+    constexpr int STEP = fc2 ? SPLIT2 : SPLIT1, halves = HALVES<phase>;
     const int begin = fc2 ? stages.split2 : stages.split1, own = fc2 ? stages.own2 : stages.own1;
     const int last = load_shared(entry() + WORD_AT) >> 25;
     if (!in.asked) {
       in.find<phase>(entry());
       in.load<phase>(in.x[0], begin);
     }
-    float sums[HALVES][2][4] = {};
+    float sums[halves][2][4] = {};
     ROLLED
     for (int i = 0; i < own; i++) {
       const int block = begin + i * STEP;
-      Rows rows[HALVES][2];
+      Rows rows[halves][2];
       stages.open();
-      UNROLL
-      for (int half = 0; half < HALVES; half++) {
-        if (fc2)
-          stages.read2_half(rows[half], half, block);
-        else
-          stages.read1_half(rows[half], half, block);
-      }
+      stages.read<phase>(rows, block);
       stages.close<phase>();
       if (fc2)
         in.wait_for_h(in.x[0], block * 128, true, [&] { in.load<phase>(in.x[0], block); });
       else
         in.arrange(in.x[0]);
-      UNROLL
-      for (int half = 0; half < HALVES; half++) {
+      EACH (half, halves) {
         u32 now[16];
-        UNROLL
-        for (int j = 0; j < 16; j++) now[j] = in.x[0][j];
-        if (half == HALVES - 1) {  // x is free for the next block, or the next task's first
+        EACH (j, 16) now[j] = in.x[0][j];
+        if (half == halves - 1) {  // x is free for the next block, or the next task's first
           if ((in.asked = i + 1 < own)) {
             in.load<phase>(in.x[0], block + STEP);
           } else if ((in.asked = next_is(phase))) {
@@ -130,23 +116,18 @@ struct Multiplier : MultiplyingWarp {
         multiply<FLOAT16 && !fc2>(sums[half], rows[half][0], rows[half][1], now);
       }
     }
-    hand_over_columns<HALVES>(sums, 2 * t <= last, 2 * t < last);
+    hand_over_columns<halves>(sums, 2 * t <= last, 2 * t < last);
     end_task();
   }
 
   // ---- a call that does not gather
-  DEVICE void fc1_of_tokens() {
-    const u32 tokens = Slot{load_shared(entry() + WORD_AT)}.tokens_from(2 * t);  // that the expert has
-    resident_tile(tokens & 1, tokens & 2, [](int) {}, [](int) {});
-    end_task();
-  }
   // Without SLICES2: a token's units of FC2 go round the warps; products are added up over its routes here. The columns
   // of a product are units: h of several is loaded at once, and unit j of them is right in column j.
   DEVICE void fc2_by_units(const u8* h) {
-    constexpr int AT_ONCE = 8, HALVES = HALVES2;
+    constexpr int AT_ONCE = 8;
     token = load_shared(entry() + INFO_AT) >> 16, units = stages.units_of(token);
     if (units <= 0) stages.pass(number);
-    float sums[HALVES][2] = {};
+    float sums[HALVES2][2] = {};
     ROLLED
     for (int from = 0; from < units; from += AT_ONCE) {
       const int mine = from + g;  // the unit of this lane's column
@@ -154,22 +135,19 @@ struct Multiplier : MultiplyingWarp {
       const u32 of_mine = b.warp + (some ? mine : 0) * WARPS;
       const int block_of_mine = of_mine % UNITS2;
       in.row = h + ((u64)load_shared(route_of(of_mine) + ROUTE_NUMBER) * BLOCKS2 + block_of_mine) * 256;
-      UNROLL
-      for (int j = 0; j < 16; j++) in.x[0][j] = 0;
+      EACH (j, 16) in.x[0][j] = 0;
       if (some) in.load<FC2>(in.x[0], 0);
       ROLLED
       for (int j = 0; j < AT_ONCE && from + j < units; j++) {
         const u32 unit = b.warp + (from + j) * WARPS;
         const float factor = load_shared_float(route_of(unit) + ROUTE_FACTOR);
-        Rows rows[HALVES][2];
+        Rows rows[HALVES2][2];
         stages.open();
-        UNROLL
-        for (int half = 0; half < HALVES; half++) stages.read2_half(rows[half], half, unit % UNITS2);
+        stages.read<FC2>(rows, unit % UNITS2);
         stages.close<FC2>();
         in.wait_for_h(in.x[0], block_of_mine * 128, g == j, [&] { in.load<FC2>(in.x[0], 0); });
         const bool has = t == j >> 1, odd = j & 1;
-        UNROLL
-        for (int half = 0; half < HALVES; half++) {
+        EACH (half, HALVES2) {
           float p[2][4] = {};
           multiply<false>(p, rows[half][0], rows[half][1], in.x[0]);
           if (!has) continue;
@@ -178,7 +156,7 @@ struct Multiplier : MultiplyingWarp {
         }
       }
     }
-    hand_over<HALVES>(sums);
+    hand_over<HALVES2>(sums);
     end_task();
   }
 
@@ -203,9 +181,8 @@ struct Multiplier : MultiplyingWarp {
         end_task();
       }
     } else {
-      UNROLL
-      for (int i = 0; i < BLOCKS_A_WARP; i++) in.arrange(in.x[i]);
-      while (current() == FC1) fc1_of_tokens();
+      EACH (i, BLOCKS_A_WARP) in.arrange(in.x[i]);
+      while (current() == FC1) resident_task();
       named_barrier<1, WARPS * 32>();  // factors of the routes are there
       const u8* h = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + t * 16;
       while (current() == FC2) {

@@ -11,6 +11,10 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
+// A loop over 0 to count - 1 that is unrolled: arrays that it indexes stay in registers.
+#define EACH(i, count) \
+  UNROLL               \
+  for (int i = 0; i < count; i++)
 #define OFFSET_OF(record, field) __INTADDR__(&((record*)0)->field)  // NVRTC has no offsetof
 
 // ---- launch
@@ -101,118 +105,76 @@ DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// ---- shared memory
-DEVICE uint4 load_shared_16(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
-}
-DEVICE u32 load_shared(u32 at) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-  return v;
-}
+// ---- loads and stores: name, type of the value and of the address, instruction, their registers
+#define LOAD(name, type, pointer, instruction, value_register, address_register)                      \
+  DEVICE type name(pointer at) {                                                                      \
+    type v;                                                                                           \
+    asm volatile(instruction " %0, [%1];" : "=" value_register(v) : address_register(at) : "memory"); \
+    return v;                                                                                         \
+  }
+#define LOAD_16(name, pointer, instruction, address_register) \
+  DEVICE uint4 name(pointer at) {                             \
+    uint4 v;                                                  \
+    asm volatile(instruction ".v4.u32 {%0,%1,%2,%3}, [%4];"   \
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) \
+                 : address_register(at)                       \
+                 : "memory");                                 \
+    return v;                                                 \
+  }
+#define STORE(name, type, pointer, instruction, value_register, address_register)                \
+  DEVICE void name(pointer at, type v) {                                                         \
+    asm volatile(instruction " [%0], %1;" ::address_register(at), value_register(v) : "memory"); \
+  }
+// Shared memory.
+LOAD_16(load_shared_16, u32, "ld.shared", "r")
+LOAD(load_shared, u32, u32, "ld.shared.u32", "r", "r")
+LOAD(load_shared_u8, u32, u32, "ld.shared.u8", "r", "r")
+LOAD(load_shared_float, float, u32, "ld.shared.f32", "f", "r")
+STORE(store_shared, u32, u32, "st.shared.u32", "r", "r")
+STORE(store_shared_u16, u16, u32, "st.shared.u16", "h", "r")
+STORE(store_shared_float, float, u32, "st.shared.f32", "f", "r")
+STORE(or_shared, u32, u32, "red.shared.or.b32", "r", "r")
 DEVICE u32 load_shared_u16(u32 at) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
   return v;
 }
-DEVICE u32 load_shared_u8(u32 at) {
-  u32 v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-  return v;
-}
-DEVICE float load_shared_float(u32 at) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
-  return v;
-}
 DEVICE void store_shared_16(u32 at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-DEVICE void store_shared(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
-DEVICE void store_shared_u16(u32 at, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(v) : "memory"); }
-DEVICE void store_shared_float(u32 at, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
-}
-DEVICE void or_shared(u32 at, u32 bits) { asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(at), "r"(bits) : "memory"); }
 // What a thread wrote ahead of its release can be read by the thread whose acquire sees the value. Lanes of a warp need
 // __syncwarp between.
-DEVICE u32 acquire_shared(u32 at) {
-  u32 v;
-  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-  return v;
-}
-DEVICE void release_shared(u32 at, u32 v) {
-  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
-}
-
-// ---- global memory that other blocks write. Relaxed: a value of 32 bits is whole, and nothing orders it with others.
-DEVICE uint4 load_relaxed_16(const u8* at) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(at)
-               : "memory");
-  return v;
-}
+LOAD(acquire_shared, u32, u32, "ld.acquire.cta.shared::cta.u32", "r", "r")
+STORE(release_shared, u32, u32, "st.release.cta.shared::cta.u32", "r", "r")
+// Global memory that other blocks write. Relaxed: a value of 32 bits is whole, and nothing orders it with others.
+LOAD_16(load_relaxed_16, const u8*, "ld.relaxed.gpu.global", "l")
+LOAD(load_relaxed, u32, const u32*, "ld.relaxed.gpu.global.u32", "r", "l")
+STORE(store_relaxed, u32, u8*, "st.relaxed.gpu.global.u32", "r", "l")
+LOAD(acquire_global, u32, const u32*, "ld.acquire.gpu.global.u32", "r", "l")
+STORE(add_release_global, u32, u32*, "red.release.gpu.global.add.u32", "r", "l")
 DEVICE uint2 load_relaxed_8(const u32* at) {
   uint2 v;
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
   return v;
 }
-DEVICE u32 load_relaxed(const u32* at) {
-  u32 v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  return v;
-}
-DEVICE void store_relaxed(u8* at, u32 v) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
-}
-DEVICE u32 acquire_global(const u32* at) {
-  u32 v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  return v;
-}
-DEVICE void add_release_global(u32* at, u32 v) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
-}
 
 // ---- arithmetic. A pair of 16-bit floats is a word whose low half is the first.
-DEVICE u16 to_bf16(float v) {
-  u16 r;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
-  return r;
-}
-DEVICE u16 to_f16(float v) {
-  u16 r;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
-  return r;
-}
+#define CONVERT(name, to, from, instruction, to_register, from_register) \
+  DEVICE to name(from v) {                                               \
+    to r;                                                                \
+    asm(instruction : "=" to_register(r) : from_register(v));            \
+    return r;                                                            \
+  }
+CONVERT(to_bf16, u16, float, "cvt.rn.bf16.f32 %0, %1;", "h", "f")
+CONVERT(to_f16, u16, float, "cvt.rn.f16.f32 %0, %1;", "h", "f")
+CONVERT(from_f16, float, u16, "cvt.f32.f16 %0, %1;", "f", "h")
+CONVERT(to_bf16x2, u32, float, "cvt.rn.bf16x2.f32 %0, %1, %1;", "r", "f")  // the same number twice
+// Two E4M3 of the low 16 bits, in float16: exact.
+CONVERT(e4m3x2_to_f16x2, u32, u32, "{\n.reg .b16 p;\ncvt.u16.u32 p, %1;\ncvt.rn.f16x2.e4m3x2 %0, p;\n}", "r", "r")
 DEVICE float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
-DEVICE float from_f16(u16 v) {
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v));
-  return r;
-}
 DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   u32 r;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
-// Two E4M3 of the low 16 bits, in float16: exact.
-DEVICE u32 e4m3x2_to_f16x2(u32 pair) {
-  u32 r;
-  asm("{\n.reg .b16 p;\ncvt.u16.u32 p, %1;\ncvt.rn.f16x2.e4m3x2 %0, p;\n}" : "=r"(r) : "r"(pair));
-  return r;
-}
-// The same number in bfloat16, twice.
-DEVICE u32 to_bf16x2(float v) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(r) : "f"(v));
   return r;
 }
 DEVICE u32 mul_f16x2(u32 a, u32 b) {
@@ -223,14 +185,15 @@ DEVICE u32 mul_f16x2(u32 a, u32 b) {
 // c[0], c[1]: row g, columns 2t and 2t + 1 of a 16 x 8 product, for lane 4g + t; c[2], c[3]: row g + 8. It adds a (16 x
 // 16) times b (16 x 8). a0: row g, columns 2t and 2t + 1; a1: row g + 8; a2, a3: columns 8 more. b0: rows 2t and 2t + 1
 // of column g; b1: 8 more.
+#define MMA(type)                                                  \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])             \
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
 template <bool float16>
 DEVICE void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (float16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    MMA("f16");
   else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    MMA("bf16");
 }

@@ -1,20 +1,20 @@
 // What the host hands over, the workspace, shared memory, and the words in which warps tell each other of routes and
-// tasks. `records.py` has the host's side of Layer and Call; `host_records.cuh`, which it writes, compares sizes and
-// offsets.
+// tasks. A field of Layer or Call is also one of `records.py`, which writes `host_records.cuh`: sizes and offsets
+// agree.
 #pragma once
 #include "config.cuh"
 
 // ---- from the host
 struct Layer {
-  const u8 *w1, *s1;  // codes and block scales
-  const float *alpha1, *halves1,
-      *input1;  // NVFP4: scale of an expert, of its up and gate, of the input (each step1 floats or one)
+  const u8 *w1, *s1;                       // codes and block scales
+  const float *alpha1, *halves1, *input1;  // NVFP4: scales of an expert, of its up and gate, and of its input
   const u8 *w2, *s2;
   const float *alpha2, *input2;
   const void *bias1, *bias2;
   const float *swiglu_alpha, *swiglu_beta, *swiglu_limit;
-  volatile u32* stuck;      // in host memory: tokens of a launch that was stopped
-  int step1, step2, first;  // 1 if each expert has an input scale, else 0; this rank's first expert
+  volatile u32* stuck;  // in host memory: tokens of a launch that was stopped
+  int step1, step2;     // from an expert's input scale to the next one's: 1, or 0 if all have one
+  int first;            // this rank's first expert
 };
 
 struct Call {
@@ -36,19 +36,16 @@ constexpr int HEADER = 1024;
 constexpr u64 ROW_OF_H = (u64)BLOCKS2 * 256;      // bytes of a route's h in bfloat16
 constexpr u64 H_BUFFER = (u64)ROUTES * ROW_OF_H;  // launch n writes number n % 2
 constexpr u64 ALL_SHARES = GATHER ? (u64)ROUTES * STORED_HIDDEN * 4 : 0;
-static_assert(512 + 2 * 4 * 64 <= HEADER, "the counts of 64 tokens, twice, end beyond the header");
+static_assert(512 + 2 * 4 * MAX_TOKENS <= HEADER, "the tokens' counts, twice, end beyond the header");
 extern "C" __device__ const int shared_bytes = SHARED_BYTES, threads = THREADS;
-extern "C" __device__ const int workspace_bytes = HEADER + 2 * H_BUFFER + ALL_SHARES,
-                                filled_bytes = HEADER + 2 * H_BUFFER;
+extern "C" __device__ const int filled_bytes = HEADER + 2 * H_BUFFER, workspace_bytes = filled_bytes + ALL_SHARES;
 
 struct Workspace {
   u8* base;
-  DEVICE u32* ticket() const { return (u32*)base; }        // GATHER: the next ticket
-  DEVICE u32* taken() const { return (u32*)base; }         // else a bit for each virtual block that is taken
-  DEVICE u32* done() const { return (u32*)(base + 128); }  // blocks that take nothing more
-  DEVICE u32* epoch() const {
-    return (u32*)(base + 256);
-  }  // number of the launch; behind it, tokens of the last launch
+  DEVICE u32* ticket() const { return (u32*)base; }         // GATHER: the next ticket
+  DEVICE u32* taken() const { return (u32*)base; }          // else a bit for each virtual block that is taken
+  DEVICE u32* done() const { return (u32*)(base + 128); }   // blocks that take nothing more
+  DEVICE u32* epoch() const { return (u32*)(base + 256); }  // number of the launch, and tokens of the last one
   DEVICE u32* added() const { return (u32*)(base + 512); }  // (2, MAX_TOKENS): shares of a token that are there
   DEVICE u8* h() const { return base + HEADER; }            // (2, route, column), in an order of columns of its own
   DEVICE float* shares() const { return (float*)(h() + 2 * H_BUFFER); }  // (route, column): products of FC2
@@ -71,10 +68,9 @@ struct Slot {
   DEVICE u32 expert() const { return word & 4095; }
   DEVICE u32 tokens_from(int token) const { return word >> (TOKENS + token); }
 };
-// What a task is, the first word of an entry. FC1, FC2 and SUM are the phases of a launch, in order.
-constexpr u32 FC1 = 0, FC2 = 1, SUM = 2, END = 3;
-// The second word, in halves. FC1: number of the slot or group, number of the task among its TASKS1. FC2: token (0 if
-// GATHER), number of the task among TASKS2. SUM: the whole word is the token.
+// The first word of an entry is the task's kind. The second one, in halves. FC1: number of the slot or group, number of
+// the task among its TASKS1. FC2: token (0 if GATHER), number of the task among TASKS2. SUM: the whole word is the
+// token.
 struct Info {
   u32 word;
   DEVICE static u32 make(u32 high, u32 low) { return high << 16 | low; }
@@ -91,19 +87,35 @@ constexpr u32 ROUTE_SCALES = 4, ROUTE_FACTOR = 8, ROUTE_NUMBER = 12;
 // h begins in a buffer, in bytes.
 constexpr u32 UNIT_SCALES = 4, UNIT_FACTOR = 8, UNIT_H = 12;
 
-// ---- shared memory, at the offsets that the host has computed
+// ---- shared memory: areas one behind the other, stages first. variant.py computes SHARED_BYTES.
+// mbarriers: full and empty of each buffer of sums, the end, published and given back of each entry.
+constexpr int ENDED = 2 * BUFFERS, PUBLISHED = ENDED + 1, GIVEN_BACK = PUBLISHED + ENTRIES;
+constexpr int BARRIERS = GIVEN_BACK + ENTRIES;
+constexpr int SUMS_AT = WARPS * RING_BYTES;
+constexpr int BARRIERS_AT = SUMS_AT + BUFFERS * BUFFER_BYTES;
+constexpr int EPOCH_AT = BARRIERS_AT + 8 * BARRIERS;
+constexpr int TAKEN_AT = EPOCH_AT + 8;
+constexpr int ENTRIES_AT = (TAKEN_AT + 2 * MOST_BLOCKS + 15) / 16 * 16;
+constexpr int ROUTES_AT = ENTRIES_AT + ENTRIES * ENTRY_BYTES, NUMBERS_AT = ROUTES_AT;
+constexpr int UNITS_AT = ROUTES_AT + 16 * ROUTES;
+constexpr int SLOTS_AT = GATHER ? NUMBERS_AT + 2 * ROUTES : UNITS_AT + (ONE_TOKEN ? 16 * TOP_K * UNITS2 : 0);
+constexpr int MASKS_AT = SLOTS_AT + 4 * ROUTES;  // set_up clears slots, masks and bits of experts as one
+constexpr int HIT_AT = MASKS_AT + 4 * ROUTES * ROUTE_WORDS;
+constexpr int HELD_AT = SLOTS_AT + 4 * MOST_GROUPS;
+constexpr int WEIGHTS_AT = GATHER ? HELD_AT + 4 * MAX_TOKENS : HIT_AT + 4 * EXPERT_WORDS + 64;
+constexpr int CHOSEN_AT = WEIGHTS_AT + (FROM_LOGITS ? 4 * ROUTES : 0);
+static_assert(SHARED_BYTES == CHOSEN_AT + (FROM_LOGITS && GATHER ? 4 * ROUTES : 0), "the host computes another size");
+static_assert(SHARED_BYTES <= 99 * 1024, "a block of SM12x has at most 99 KB of shared memory");
+
 struct Shared {
   u32 base;
   u8* memory;
-  DEVICE u32 stages(int warp) const { return base + STAGES_AT + warp * RING_BYTES; }
+  DEVICE u32 stages(int warp) const { return base + warp * RING_BYTES; }
   DEVICE u32 sums() const { return base + SUMS_AT; }
-  // mbarriers: of each buffer of sums, of the end, of each entry.
-  static constexpr int FULL = 0, EMPTY = BUFFERS, ENDED = 2 * BUFFERS, PUBLISHED = ENDED + 1;
-  static constexpr int GIVEN_BACK = PUBLISHED + ENTRIES, BARRIERS = GIVEN_BACK + ENTRIES;
-  DEVICE static int arrivals(int i) { return i < EMPTY || i == ENDED ? WARPS : i >= GIVEN_BACK ? READERS : 1; }
+  DEVICE static int arrivals(int i) { return i < BUFFERS || i == ENDED ? WARPS : i >= GIVEN_BACK ? READERS : 1; }
   DEVICE u32 barrier(int i) const { return base + BARRIERS_AT + 8 * i; }
-  DEVICE u32 full(int buffer) const { return barrier(FULL + buffer); }
-  DEVICE u32 empty(int buffer) const { return barrier(EMPTY + buffer); }
+  DEVICE u32 full(int buffer) const { return barrier(buffer); }
+  DEVICE u32 empty(int buffer) const { return barrier(BUFFERS + buffer); }
   DEVICE u32 ended() const { return barrier(ENDED); }
   // Of the block's task `number`: its entry, and the entry's mbarriers.
   DEVICE u32 entry(u32 number) const { return base + ENTRIES_AT + ENTRY_BYTES * (number % ENTRIES); }
@@ -112,39 +124,21 @@ struct Shared {
   DEVICE u32 epoch() const { return base + EPOCH_AT; }
   DEVICE u32 factors() const { return base + EPOCH_AT + 4; }  // ONE_TOKEN: 1 once the routes' factors are there
   DEVICE u32 taken() const { return base + TAKEN_AT; }        // virtual blocks that this block has, 16 bits each
+  DEVICE u32 slots() const { return base + SLOTS_AT; }        // GATHER: groups
   // A call that does not gather.
   DEVICE u32 routes() const { return base + ROUTES_AT; }
   DEVICE u32 unit(u32 unit) const { return base + UNITS_AT + 16 * unit; }
-  DEVICE u32 slots() const { return base + (GATHER ? GROUPS_AT : SLOTS_AT); }  // or groups
   DEVICE u32* slot_words() const { return (u32*)(memory + SLOTS_AT); }
   DEVICE u32* masks() const { return (u32*)(memory + MASKS_AT); }  // routes of a slot, ROUTE_WORDS each
   DEVICE u32* hit() const { return (u32*)(memory + HIT_AT); }      // a bit for each expert
   DEVICE u32* valid() const { return (u32*)(memory + HIT_AT + EXPERT_WORDS * 4); }  // local routes of a token
-  // FROM_LOGITS: of each route the router weight, and in a call that gathers the local expert, -1 for none.
-  DEVICE u32 chosen() const { return base + CHOSEN_AT; }
-  DEVICE u32 weights() const { return base + WEIGHTS_AT; }
   // A call that gathers.
   DEVICE u32 numbers() const { return base + NUMBERS_AT; }  // of routes, 16 bits each, by expert
   DEVICE u32 held() const { return base + HELD_AT; }        // a mask of each token's local routes
+  // FROM_LOGITS: of each route the router weight, and in a call that gathers the local expert, -1 for none.
+  DEVICE u32 chosen() const { return base + CHOSEN_AT; }
+  DEVICE u32 weights() const { return base + WEIGHTS_AT; }
 };
-// variant.py lays it out.
-static_assert(STAGES_AT == 0, "the scratch that sorts routes begins where the stages do");
-static_assert(SUMS_AT - STAGES_AT == WARPS * RING_BYTES, "the host has other bytes of stages");
-static_assert(BARRIERS_AT - SUMS_AT == BUFFERS * BUFFER_BYTES, "the host has other bytes of sums");
-static_assert(EPOCH_AT - BARRIERS_AT == Shared::BARRIERS * 8, "the host has other bytes of mbarriers");
-static_assert(TAKEN_AT - EPOCH_AT == 8 && ENTRIES_AT - TAKEN_AT >= 2 * MOST_BLOCKS,
-              "the host has other bytes of virtual blocks");
-static_assert((GATHER ? NUMBERS_AT : ROUTES_AT) - ENTRIES_AT == ENTRIES * ENTRY_BYTES,
-              "the host has other bytes of entries");
-static_assert(!GATHER || GROUPS_AT - NUMBERS_AT == ROUTES * 2, "the host has other bytes of numbers");
-static_assert(!GATHER || HELD_AT - GROUPS_AT == MOST_GROUPS * 4, "the host has other bytes of groups");
-static_assert(GATHER || UNITS_AT - ROUTES_AT == ROUTES * 16, "the host has other bytes of routes");
-static_assert(GATHER || SLOTS_AT - UNITS_AT == (ONE_TOKEN ? TOP_K * UNITS2 * 16 : 0),
-              "the host has other bytes of units");
-static_assert(GATHER || MASKS_AT - SLOTS_AT == ROUTES * 4, "slots, masks and bits of experts are cleared as one");
-static_assert(GATHER || HIT_AT - MASKS_AT == ROUTES * ROUTE_WORDS * 4, "the host has other bytes of masks");
-static_assert(BARRIERS_AT % 8 == 0 && ENTRIES_AT % 16 == 0 && ROUTES_AT % 16 == 0, "words of 16 bytes lie askew");
-static_assert(SHARED_BYTES <= 99 * 1024, "a block of SM12x has at most 99 KB of shared memory");
 
 // A block and its place in it, as every role sees them.
 struct Block {
@@ -153,4 +147,6 @@ struct Block {
   Workspace workspace;
   Shared shared;
   int warp, lane;
+  // GATHER: number of a route by its place among those of all experts.
+  DEVICE u32 route_at(u32 place) const { return load_shared_u16(shared.numbers() + place * 2); }
 };

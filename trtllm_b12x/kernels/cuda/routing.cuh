@@ -23,15 +23,6 @@ DEVICE float weight_of(const Block& b, u32 route) {
   return b.call.weight_type ? from_bf16(((const u16*)b.call.router_weights)[route])
                             : ((const float*)b.call.router_weights)[route];
 }
-// GATHER: chooses the experts of a token, for `expert_of` and `weight_of`.
-DEVICE void choose_routes(const Block& b, int token) {
-  const u32 expert = choose(b, token);
-  const float weight = weight_of_choice(b, token, expert);
-  if (b.lane >= TOP_K) return;
-  const int route = token * TOP_K + b.lane;
-  store_shared(b.shared.chosen() + route * 4, local_expert(b.layer, expert));
-  store_shared_float(b.shared.weights() + route * 4, weight);
-}
 // What NVFP4 multiplies FC2's products of an expert by.
 DEVICE float scale2_of(const Layer& layer, int expert) {
   return layer.alpha2[expert] * layer.input2[expert * layer.step2];
@@ -122,8 +113,7 @@ constexpr int COUNTERS = GATHER ? (CHUNKS < BLOCK_WARPS ? CHUNKS : BLOCK_WARPS) 
 constexpr int CHUNKS_A_WARP = (CHUNKS + BLOCK_WARPS - 1) / BLOCK_WARPS;
 constexpr int FIRST_AT = (COUNTERS * EXPERTS * 2 + 3) / 4 * 4, TOTAL_AT = FIRST_AT + EXPERTS * 4,
               TOTALS32_AT = TOTAL_AT + EXPERTS * 4;
-static_assert(!GATHER || TOTALS32_AT + EXPERT_WORDS * 4 + 4 <= SUMS_AT,
-              "the scratch that sorts routes is larger than the stages");
+static_assert(!GATHER || TOTALS32_AT + EXPERT_WORDS * 4 + 4 <= SUMS_AT, "the scratch is larger than the stages");
 
 // Returns the number of groups.
 DEVICE int group_routes(const Block& b) {
@@ -133,17 +123,21 @@ DEVICE int group_routes(const Block& b) {
   u32* total = (u32*)(b.shared.memory + TOTAL_AT);
   u32* totals32 = (u32*)(b.shared.memory + TOTALS32_AT);
   if (FROM_LOGITS) {
-    for (int token = b.warp; token < b.call.tokens; token += BLOCK_WARPS) choose_routes(b, token);
+    for (int token = b.warp; token < b.call.tokens; token += BLOCK_WARPS) {
+      const u32 choice = choose(b, token), route = token * TOP_K + b.lane;
+      const float weight = weight_of_choice(b, token, choice);
+      if (b.lane >= TOP_K) continue;
+      store_shared(b.shared.chosen() + route * 4, local_expert(b.layer, choice));  // for `expert_of`
+      store_shared_float(b.shared.weights() + route * 4, weight);                  // for `weight_of`
+    }
     __syncthreads();
   }
   int expert[CHUNKS_A_WARP], rank[CHUNKS_A_WARP];
-  UNROLL
-  for (int i = 0; i < CHUNKS_A_WARP; i++) {
+  EACH (i, CHUNKS_A_WARP) {
     const int route = (b.warp + i * BLOCK_WARPS) * 32 + b.lane;
     expert[i] = route < all ? expert_of(b, route) : -1;
   }
-  UNROLL
-  for (int i = 0; i < CHUNKS_A_WARP; i++) {
+  EACH (i, CHUNKS_A_WARP) {
     if ((b.warp + i * BLOCK_WARPS) * 32 >= all) continue;
     const u32 same = __match_any_sync(~0u, expert[i]), below = same & ((1u << b.lane) - 1);
     const int n = expert[i] < 0 ? 0 : count[b.warp * EXPERTS + expert[i]];
@@ -187,8 +181,7 @@ DEVICE int group_routes(const Block& b) {
   }
   __syncthreads();
   const int groups = totals32[EXPERT_WORDS];
-  UNROLL
-  for (int i = 0; i < CHUNKS_A_WARP; i++) {
+  EACH (i, CHUNKS_A_WARP) {
     const int route = (b.warp + i * BLOCK_WARPS) * 32 + b.lane;
     if (expert[i] < 0) continue;
     const u32 place = (first[expert[i]] & 0xffff) + count[b.warp * EXPERTS + expert[i]] + rank[i];

@@ -1,49 +1,33 @@
-// Who computes which task: the warp that takes tasks, and the entries in which it tells the others of its block.
+// Who computes which task: a warp of each block takes tasks, and tells the other warps in entries.
 //
-// A launch has phases: FC1, FC2, and in a call that gathers SUM. FC1's tasks wait for nothing, FC2's for FC1's, SUM's
-// for FC2's.
+// A launch has phases: FC1, FC2, and in a call that gathers SUM. FC2's tasks wait for FC1's, SUM's for FC2's.
 //
 // A call that does not gather has as many virtual blocks as blocks. Virtual block v stands for every task of FC1 whose
 // number is v modulo `blocks`, and for its share of FC2's, every one or, with BESIDE, one after the other. The last
 // virtual blocks have the fewest tasks of FC1, so they have the most of FC2. A block takes the virtual block of its own
-// number, and goes on to FC2 when all are taken. Until then it takes one that is left whenever all its warps have given
-// its tasks back: those of blocks that are late. A late block works on FC1 of its own virtual block in any case, since
-// its weights are asked for before it is known who has taken it; its products are the same bits.
+// number, and goes on to FC2 when all are taken. Until then it takes one that a late block has left, whenever its warps
+// have given all tasks back. A late block works on FC1 of its own virtual block in any case, since its weights are
+// asked for before it is known who has taken it; its products are the same bits.
 //
 // In a call that gathers a task is a ticket: the next number of a counter in the workspace, of FC1, then of FC2, then
 // of SUM; one of the first `blocks` tickets stands for several tasks of FC1. A block takes tickets a few tasks ahead.
 //
 // Why a launch ends. When a block begins FC2, all tasks of FC1 have been taken by blocks that run, and those compute
-// them without waiting for another block: so h becomes complete, FC2's tasks wait for nothing any more, and then nor do
-// SUM's. It does not matter how many blocks run at once or when they start: one block alone takes all that there is,
-// and a block that is late finds nothing left. Two launches with workspaces of their own never wait for each other. A
-// launch waits for the end of the one ahead before it reads the workspace.
+// them without waiting for another block. So h becomes complete, FC2's tasks wait for nothing any more, and then nor do
+// SUM's, however many blocks run at once: one block alone takes all tasks, and a late block finds nothing left. Two
+// launches with workspaces of their own never wait for each other. A launch reads the workspace when the one ahead has
+// ended.
 //
-// Entries. They are a ring with an mbarrier in each direction. Entry n % ENTRIES holds the block's task n from the
-// arrival at `published` to those of all readers at `given_back`. A warp that multiplies reads an entry twice: when it
-// asks for weights, at most MOST_STAGES stages ahead, and when it computes; then it gives it back. A warp that has no
-// unit of a task moves its place for weights past it first. A warp that adds gives an entry back when it has read it.
-// So who waits for an entry waits for earlier tasks of its own block, and those never wait for it.
+// Entries are a ring with an mbarrier in each direction. Entry n % ENTRIES holds the block's task n from the arrival at
+// `published` to those of all readers at `given_back`. A warp that multiplies reads an entry when it asks for weights,
+// at most MOST_STAGES stages ahead, and when it computes; then it gives it back. If it has no unit of a task, it moves
+// its place for weights past the task first. A warp that adds gives an entry back when it has read it. So who waits for
+// an entry waits for earlier tasks of its own block, and those never wait for it.
 //
 // Errors. The warp that takes tasks stays until the warps that multiply have ended; those that add then wait for
-// nothing any more. If they do not end within SPIN_SECONDS, it writes the number of tokens to host memory and traps. So
-// a launch ends even if a rule is wrong.
+// nothing any more. If they do not end within SPIN_SECONDS, it writes the number of tokens to host memory and traps.
 #pragma once
-#include "weights.cuh"
-
-// Time since this warp's 256th poll that failed, whatever it waited for. The clock is slow to read: every 256th poll
-// reads it.
-struct Watch {
-  u32 polls = 0, began = 0;
-  DEVICE void trap_if_late(const Block& b) {
-    if (++polls % 256) return;
-    if (polls == 256) began = time_in_ms();
-    if (time_in_ms() - began < SPIN_SECONDS * 954u) return;
-    *b.layer.stuck = b.call.tokens;
-    __threadfence_system();
-    trap();
-  }
-};
+#include "records.cuh"
 
 // ---- readers of entries
 // Parity of the phase in which an entry's mbarriers are while it holds task `number`.
@@ -71,8 +55,8 @@ struct TaskTaker {
   u32 ticket = 0, epoch = 0, last_tokens = 0;
   bool own = false;            // nobody has taken the virtual block of this block's number before
   int tasks1 = 0, tasks2 = 0;  // of FC1 and FC2
-  Watch watch;
-  u32 number = 0;  // of the block's task that is published next
+  u32 polls = 0, began = 0;    // polls that failed, whatever they waited for, and the time of the 256th
+  u32 number = 0;              // of the block's task that is published next
 
   DEVICE explicit TaskTaker(const Block& block) : b(block) {}
 
@@ -85,10 +69,6 @@ struct TaskTaker {
       ticket = atomicAdd(b.workspace.ticket(), 1);
     else
       own = take_virtual(blockIdx.x);
-  }
-  DEVICE void set_tasks(int slots) {
-    tasks1 = slots * TASKS1;
-    tasks2 = (GATHER ? slots : b.call.tokens) * TASKS2;
   }
   // Takes the next ticket, for all lanes.
   DEVICE void take() {
@@ -116,9 +96,18 @@ struct TaskTaker {
   DEVICE bool finished(u32 count) const {
     return !__any_sync(~0u, count && !barrier_test(b.shared.given_back(count - 1), parity_of(count - 1)));
   }
+  // A poll has failed. The clock is slow to read: every 256th poll reads it.
+  DEVICE void trap_if_late() {
+    if (++polls % 256) return;
+    if (polls == 256) began = time_in_ms();
+    if (time_in_ms() - began < SPIN_SECONDS * 954u) return;
+    *b.layer.stuck = b.call.tokens;
+    __threadfence_system();
+    trap();
+  }
   DEVICE void pause() {
     __nanosleep(50);
-    watch.trap_if_late(b);
+    trap_if_late();
   }
   DEVICE void virtual_blocks(u32 blocks) {
     int held = 0;
@@ -161,7 +150,10 @@ struct TaskTaker {
       take();
     }
   }
-  DEVICE void run() {
+  // Takes and publishes all tasks. `slots`: experts that are hit, or groups.
+  DEVICE void run(int slots) {
+    tasks1 = slots * TASKS1;
+    tasks2 = (GATHER ? slots : b.call.tokens) * TASKS2;
     epoch = __shfl_sync(~0u, epoch, 0);
     last_tokens = __shfl_sync(~0u, last_tokens, 0);
     ticket = __shfl_sync(~0u, ticket, 0);
@@ -189,12 +181,12 @@ struct TaskTaker {
     }
     __syncwarp();
     prepare_next_launch(blocks);
-    while (!barrier_try_wait(b.shared.ended(), 0)) watch.trap_if_late(b);
+    while (!barrier_try_wait(b.shared.ended(), 0)) trap_if_late();
   }
   // Waits until the entry of a task is free.
   DEVICE void wait_for_entry(u32 task) {
     if (task < ENTRIES) return;
-    while (!barrier_try_wait(b.shared.given_back(task), parity_of(task) ^ 1)) watch.trap_if_late(b);
+    while (!barrier_try_wait(b.shared.given_back(task), parity_of(task) ^ 1)) trap_if_late();
   }
   // Publishes the tasks first, first + step, ... ahead of `end`. A lane writes an entry: many at once while entries are
   // new.

@@ -30,8 +30,7 @@ DEVICE u32 ordered(float value) {
 // Returns the global number of the expert of route `lane`; ~0 behind the first `most` routes whose experts are local.
 DEVICE u32 choose(const Block& b, int token, int most = TOP_K) {
   u32 keys[LANE_EXPERTS];  // 0: chosen, or no expert
-  UNROLL
-  for (int i = 0; i < LANE_EXPERTS; i++) {
+  EACH (i, LANE_EXPERTS) {
     const int expert = i * 32 + b.lane;
     keys[i] = 0;
     if (expert < ALL_EXPERTS) {
@@ -44,8 +43,7 @@ DEVICE u32 choose(const Block& b, int token, int most = TOP_K) {
   ROLLED
   for (int route = 0; route < TOP_K && most > 0; route++) {
     u32 best = 0, place = 0;
-    UNROLL
-    for (int i = 0; i < LANE_EXPERTS; i++)
+    EACH (i, LANE_EXPERTS)
       if (HIGHER_FIRST ? keys[i] >= best : keys[i] > best) {
         best = keys[i];
         place = i * 32 + b.lane;
@@ -55,8 +53,7 @@ DEVICE u32 choose(const Block& b, int token, int most = TOP_K) {
         HIGHER_FIRST ? __reduce_max_sync(~0u, top ? place : 0) : __reduce_min_sync(~0u, top ? place : ~0u);
     if (b.lane == route) mine = expert;
     most -= expert - (u32)b.layer.first < (u32)EXPERTS;
-    UNROLL
-    for (int i = 0; i < LANE_EXPERTS; i++)
+    EACH (i, LANE_EXPERTS)
       if (i * 32 + b.lane == expert) keys[i] = 0;
   }
   return mine;

@@ -16,18 +16,17 @@ struct MultiplyingWarp {
   static constexpr int MOST_UNITS = (Stages::ALL_UNITS + WARPS - 1) / WARPS;
   static constexpr int MOST_HELD = 4 / UNIT_BLOCKS, HELD = MOST_UNITS < MOST_HELD ? MOST_UNITS : MOST_HELD;
   const Block& b;
-  Stages stages;
-  const int g, t;
-  const bool has_x;              // this lane's column of x has its slice
-  u32 buffer = 0, turn = 0;      // the buffer that is filled next, and the parity of its phase
-  u32 number = 0;                // of the task that is computed next
-  u32 h[HELD][8 * UNIT_BLOCKS];  // of the next units
-  u32 h_at[HELD];                // where this lane's h of those units begins: see `place_of_h`
-  u32 token = ~0u;               // of FC2's task; by slices also whose h that is
-  int units = 0;                 // of FC2 that this warp has of it
+  Stages stages{b};
+  const int g = b.lane >> 2, t = b.lane & 3;
+  const bool has_x = (g & 3) == t;  // this lane's column of x has its slice
+  u32 buffer = 0, turn = 0;         // the buffer that is filled next, and the parity of its phase
+  u32 number = 0;                   // of the task that is computed next
+  u32 h[HELD][8 * UNIT_BLOCKS];     // of the next units
+  u32 h_at[HELD];                   // where this lane's h of those units begins: see `place_of_h`
+  u32 token = ~0u;                  // of FC2's task; by slices also whose h that is
+  int units = 0;                    // of FC2 that this warp has of it
 
-  DEVICE explicit MultiplyingWarp(const Block& block)
-      : b(block), stages(block), g(block.lane >> 2), t(block.lane & 3), has_x((g & 3) == t) {}
+  DEVICE explicit MultiplyingWarp(const Block& block) : b(block) {}
 
   // First of this lane's 16 columns of x, in a block of 128.
   DEVICE int column() const { return column8(t, 2 * (g >> 2)); }
@@ -46,8 +45,7 @@ struct MultiplyingWarp {
       } else
         mma<float16>(to, low[0], high[0], low[1], high[1], columns[0], columns[1]);
     };
-    UNROLL
-    for (int i = 0; i < 4 * LOADS; i++) {
+    EACH (i, 4 * LOADS) {
       const uint4 &p = rows[0].codes[i / 4], &q = rows[1].codes[i / 4];
       const u32 word = i % 4 == 0 ? p.x : i % 4 == 1 ? p.y : i % 4 == 2 ? p.z : p.w;
       const u32 below = i % 4 == 0 ? q.x : i % 4 == 1 ? q.y : i % 4 == 2 ? q.z : q.w;
@@ -63,8 +61,7 @@ struct MultiplyingWarp {
     }
     const bool half = t >> 1;
     float own[4];
-    UNROLL
-    for (int i = 0; i < 4; i++) own[i] = half ? sums[1][i] : sums[0][i];
+    EACH (i, 4) own[i] = half ? sums[1][i] : sums[0][i];
     if (CODE_BITS == 8) {
       float first, second, none;
       scales_of(rows[0].scales, first, none), scales_of(rows[1].scales, second, none);
@@ -86,8 +83,7 @@ struct MultiplyingWarp {
   // Waits until the buffers of a task's rows are free.
   template <int halves>
   DEVICE void wait_for_buffers() const {
-    UNROLL
-    for (int half = 0; half < halves; half++) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
+    EACH (half, halves) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
   }
   // The next buffers are full.
   template <int halves>
@@ -132,8 +128,7 @@ struct MultiplyingWarp {
     return of_epoch + at + (g >> 2) * 128 + t * 16 + (NARROW ? alone : 0);
   }
   DEVICE void load_h(u32 place, u32* to) const {
-    UNROLL
-    for (int j = 0; j < 8 * UNIT_BLOCKS; j++) to[j] = 0;
+    EACH (j, 8 * UNIT_BLOCKS) to[j] = 0;
     if (place == ~0u) return;
     const u8* from = b.workspace.h() + (place & ~1u);
     UNROLL
@@ -147,28 +142,21 @@ struct MultiplyingWarp {
   DEVICE void wait_for_h(u32 place, u32* h) const {
     for (;;) {
       u32 most = 0;
-      UNROLL
-      for (int j = 0; j < 8 * UNIT_BLOCKS; j++) most = max(most, h[j]);
+      EACH (j, 8 * UNIT_BLOCKS) most = max(most, h[j]);
       if (most != ~0u) break;
       load_h(place, h);
     }
     __syncwarp();
   }
-  // Loads h of a token's first units.
-  DEVICE void begin_token(u32 of) {
-    token = of;
-    UNROLL
-    for (int i = 0; i < HELD; i++) {
-      h_at[i] = place_of_h(i);
-      load_h(h_at[i], h[i]);
-    }
-  }
   DEVICE void fc2_by_slices() {
     if (!ONE_TOKEN) {
       const u32 next = load_shared(b.shared.entry(number) + INFO_AT) >> 16;
       if (next != token) {
-        units = stages.units_of(next);
-        begin_token(next);
+        token = next, units = stages.units_of(token);
+        EACH (i, HELD) {
+          h_at[i] = place_of_h(i);
+          load_h(h_at[i], h[i]);
+        }
       }
     }
     if (units <= 0) stages.pass(number);
@@ -182,22 +170,18 @@ struct MultiplyingWarp {
         if (i >= units) break;
         const u32 unit = b.warp + i * WARPS;
         Rows read[HALVES2][2];
-        auto read_halves = [&] {
-          UNROLL
-          for (int half = 0; half < HALVES2; half++) stages.read2_half(read[half], half, unit % UNITS2 * UNIT_BLOCKS);
-        };
-        if (ONE_TOKEN) {
-          stages.take<FC2>(read_halves);
+        auto read_stage = [&] { stages.read<FC2>(read, unit % UNITS2 * UNIT_BLOCKS); };
+        if constexpr (ONE_TOKEN) {
+          stages.take<FC2>(read_stage);
         } else {
           stages.open();
-          read_halves();
+          read_stage();
           stages.close<FC2>();
         }
         const float factor =
             load_shared_float(ONE_TOKEN ? b.shared.unit(unit) + UNIT_FACTOR : route_of(unit) + ROUTE_FACTOR);
         wait_for_h(h_at[j], h[j]);
-        UNROLL
-        for (int half = 0; half < HALVES2; half++) {
+        EACH (half, HALVES2) {
           const float2 products = multiply_rows<false, NARROW>(read[half], h[j]);
           rows[half][0] += factor * (NARROW ? products.x + products.y : products.x);
           rows[half][1] += NARROW ? 0.f : factor * products.y;

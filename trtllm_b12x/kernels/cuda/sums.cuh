@@ -11,12 +11,13 @@
 
 struct Adder {
   const Block& b;
-  const int mine, row16;  // number of this warp; row of a buffer that lanes l and l + 16 add
-  u32 kind, parts;        // of the task; this lane's row in the buffer that is added
+  const int mine = b.warp - WARPS - 1;  // number of this warp
+  const int row16 = b.lane & 15;        // row of a buffer that lanes l and l + 16 add
+  u32 kind, parts;                      // of the task; this lane's row in the buffer that is added
   Info info;
   Group group;  // or Slot
 
-  DEVICE explicit Adder(const Block& block) : b(block), mine(block.warp - WARPS - 1), row16(block.lane & 15) {}
+  DEVICE explicit Adder(const Block& block) : b(block) {}
 
   DEVICE void wait_full(u32 buffer, u32 parity) const { barrier_wait(b.shared.full(buffer), parity); }
   // Adds column `column` of `warps` warps, whose parts lie `stride` columns apart. Both lanes of a row get the sum.
@@ -50,7 +51,7 @@ struct Adder {
         if (b.lane == 0) barrier_arrive(b.shared.empty(buffer));
         if (GATHER && kind == FC2 && b.lane <= (int)group.last())
           add_release_global(b.workspace.added() + (load_shared(b.shared.epoch()) & 1) * MAX_TOKENS +
-                                 load_shared_u16(b.shared.numbers() + (group.first() + b.lane) * 2) / TOP_K,
+                                 b.route_at(group.first() + b.lane) / TOP_K,
                              1);
       }
     }
@@ -65,11 +66,7 @@ struct Adder {
     float up_factor = FACTOR1 * (NVFP4 && b.call.x_sf ? 256.f : 1.f), gate_factor = up_factor;
     if (GROUP == 16) {
       const float all = b.layer.alpha1[expert], input = b.layer.input1[expert * b.layer.step1];
-      float up = all, gate = all;
-      if (GATED) {
-        up = b.layer.halves1[expert];
-        gate = b.layer.halves1[EXPERTS + expert];
-      }
+      const float up = GATED ? b.layer.halves1[expert] : all, gate = GATED ? b.layer.halves1[EXPERTS + expert] : all;
       const bool recorded = fmaxf(up, gate) == all;  // by the load; else somebody has written alpha since
       up_factor *= (recorded ? up : all) * input;
       gate_factor *= (recorded ? gate : all) * input;
@@ -107,9 +104,8 @@ struct Adder {
       const int routes = group.last() + 1;
       for (int i = b.lane >> 4; i < routes + (b.lane >> 4); i += 2) {  // two routes at once
         float up = 0;
-        UNROLL
-        for (int j = 0; j < SPLIT1; j++) up += load_shared_float(parts + (j * 8 + i) * 64);
-        finish(load_shared_u16(b.shared.numbers() + (group.first() + i) * 2), up, i < routes);
+        EACH (j, SPLIT1) up += load_shared_float(parts + (j * 8 + i) * 64);
+        finish(b.route_at(group.first() + i), up, i < routes);
       }
     } else {
       for (int word = 0; word < ROUTE_WORDS; word++)
@@ -127,7 +123,7 @@ struct Adder {
     float factor = 1;
     if (b.lane < routes) {
       const int expert = group.expert();
-      route = load_shared_u16(b.shared.numbers() + (group.first() + b.lane) * 2);
+      route = b.route_at(group.first() + b.lane);
       factor *= weight_of(b, route);
       if (GROUP == 16) factor *= scale2_of(b.layer, expert);
     }
@@ -138,8 +134,7 @@ struct Adder {
       for (int part = 0; part < TASK_TILES2; part++) {
         const int column = piece_row<PIECES2>(info.low() * TASK_TILES2 + part, 2 * sub + (row16 >> 3)) + (b.lane & 7);
         float sum = 0;
-        UNROLL
-        for (int j = 0; j < SPLIT2; j++) sum += load_shared_float(parts + ((part * SPLIT2 + j) * 8 + i) * 64);
+        EACH (j, SPLIT2) sum += load_shared_float(parts + ((part * SPLIT2 + j) * 8 + i) * 64);
         if (column < STORED_HIDDEN && i < routes) to[column] = sum * FACTOR2 * f;
       }
     }

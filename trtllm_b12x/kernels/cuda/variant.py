@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -25,23 +24,17 @@ from . import nvrtc, records
 _SOURCE = "layer.cu"
 TOKENS = (1, 2, 4, 8, 64)
 """Largest calls of the variants. A call takes the first that holds it."""
-_COLUMNS = 8
-"""Of a product. Calls of more tokens gather an expert's routes."""
-_SHARED_MEMORY = 99 << 10
-"""Bytes of a block on SM12x."""
-_RING = 75 << 10
-"""Bytes of weights on their way to a multiprocessor. More did not help on an H200, and the rest holds sums."""
-_WARPS = 20
-"""Maximum number of warps that read. With 20 a thread has 80 registers, with 16 it has 96."""
-_TASKS = 120
-"""Minimum number of tasks of FC1 and of FC2, so that every multiprocessor of a large card has one."""
+_COLUMNS = 8  # of a product; calls of more tokens gather an expert's routes
+_SHARED_MEMORY = 99 << 10  # bytes of a block on SM12x
+_RING = 75 << 10  # bytes of weights on their way to a multiprocessor: more did not help on an H200, and the rest holds sums
+_WARPS = 20  # maximum number of warps that read: with 20 a thread has 80 registers, with 16 it has 96
+_TASKS = 120  # minimum number of tasks of FC1 and of FC2, so that every multiprocessor of a large card has one
 MOST_BLOCKS = 256
 """Maximum number of blocks of a launch: a block has room for so many virtual blocks."""
 _MAX_TOP_K = 32
-_MAX_SCORED = 512
-"""Experts whose logits a warp compares."""
-_SCORING = ("softmax", "sigmoid", "sigmoid_tanh")
-"""Kinds of ``Scoring`` by number, as ``scoring.cuh`` has them."""
+_MAX_SCORED = 512  # experts whose logits a warp compares
+_BIASES = (None, torch.bfloat16, torch.float16, torch.float32)  # by number, as config.cuh has them
+_SCORING = ("softmax", "sigmoid", "sigmoid_tanh")  # by number, as scoring.cuh has them
 SPIN_SECONDS = 30
 """Seconds that a block may wait for other warps and blocks. Then the kernel traps."""
 
@@ -82,15 +75,12 @@ class Compilation:
 @dataclass(frozen=True)
 class Variant(Compilation):
     tokens: int
-    sizes: tuple[tuple[str, int | float], ...]
+    sizes: tuple[tuple[str, float], ...]
     """Constants of ``sizes.cuh``, by name."""
 
     def files(self) -> dict[str, str]:
-        sizes = "".join(
-            f"constexpr {'float' if isinstance(value, float) else 'int'} {name} = {value!r}{'f' * isinstance(value, float)};\n"
-            for name, value in self.sizes
-        )
-        return {**sources(), "sizes.cuh": f"#pragma once\n{sizes}", "host_records.cuh": records.checks()}
+        sizes = [f"constexpr {type(value).__name__} {name} = {str(value).lower()};\n" for name, value in self.sizes]
+        return {**sources(), "sizes.cuh": "#pragma once\n" + "".join(sizes), "host_records.cuh": records.checks()}
 
 
 def _texts(*names: str) -> dict[str, str]:
@@ -109,11 +99,10 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     ``subnormals``: mma.sync takes those of bfloat16. Variants whose FC2 goes by slices depend on it.
     Raise ValueError if the kernel does not take a size or the layout.
     """
-    tiled = g.layout.scales != ROWS
+    tiled, by_turns = g.layout.scales != ROWS, g.layout.fc1 == BY_TURNS
     # 64 rows: rows of gate behind rows of up. 64 columns: where both take turns, rows of scales begin at even addresses.
-    by_turns = g.layout.fc1 == BY_TURNS and form.group_size == 32
-    multiples = (64 if tiled else 32, 64 if by_turns else 32)
-    if g.intermediate_size % multiples[0] or g.stored_hidden % multiples[1] or (tiled and g.layout.fc1 == BY_TURNS):
+    rows, columns = 64 if tiled else 32, 64 if by_turns and form.group_size == 32 else 32
+    if g.intermediate_size % rows or g.stored_hidden % columns or (tiled and by_turns):
         sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
         raise ValueError(f"one launch does not take {sizes}")
     if g.top_k > _MAX_TOP_K:
@@ -125,7 +114,7 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     if g.scoring is not None and g.num_experts * g.ranks > _MAX_SCORED:
         raise ValueError(f"one launch takes the logits of at most {_MAX_SCORED} experts, not {g.num_experts * g.ranks}")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
-    found = [_variant(g, tokens, form.code_bits, form.group_size, tiled, subnormals) for tokens in taken]
+    found = [_variant(g, form, tokens, subnormals) for tokens in taken]
     if found[-1] is None:
         raise ValueError(f"one launch of {taken[-1]} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
     return tuple(variant for variant in found if variant is not None)  # a larger one serves instead
@@ -150,16 +139,14 @@ def _slices(tokens: int, bits: int) -> bool:
     return tokens == 1 or (tokens <= _COLUMNS and (bits == 8 or tokens == _COLUMNS))
 
 
-def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subnormals: bool) -> Variant | None:
+def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Variant | None:
     """Return the variant for calls of up to ``tokens`` tokens, or None if a block has not enough shared memory for it."""
-    gather = tokens > _COLUMNS
+    bits, group, tiled, gather = form.code_bits, form.group_size, g.layout.scales != ROWS, tokens > _COLUMNS
+    # Warps that share FC1's columns, in blocks of 128 each, and rows of such warps. Each token has a warp that reads its routes.
     blocks = -(-g.stored_hidden // 128)
-    if gather:
-        split = -(-blocks // -(-blocks // 16))  # warps that share FC1's columns, in blocks of 128 each
-        parts = max(1, min(8, 16 // split))  # rows of such warps
-    else:
-        split = -(-blocks // -(-blocks // _WARPS))
-        parts = max(-(-_COLUMNS // split), min(4, 16 // split))  # each token has a warp that reads its routes
+    split = -(-blocks // -(-blocks // (16 if gather else _WARPS)))
+    fewest, most = (1, 8) if gather else (-(-_COLUMNS // split), 4)
+    parts = max(fewest, min(most, 16 // split))
     warps = split * parts
     parts2 = _parts_of_fc2(warps, -(-g.intermediate_size // 128)) if gather else 1
     # Tiles in a task of FC1. On an H100 gpt-oss-120b (I 2944) takes 589 us at 64 tokens with 8 and 600 with 4, but Qwen3-30B-A3B
@@ -170,110 +157,55 @@ def _variant(g: Geometry, tokens: int, bits: int, group: int, tiled: bool, subno
     scales = 128 // group  # bytes of a row of a stage
     if not tiled and any(size // group % scales for size in (g.stored_hidden, g.intermediate_size)):
         scales += 4
-    adders = 2 if tokens > 2 else 3  # measured on an H100: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one
-    buffers = adders if tokens > 2 else 2 * adders
+    # On an H100, with two and with three warps that add: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one.
+    adders, buffers = (2, 2) if tokens > 2 else (3, 6)
     entries = 8 if tokens == 1 else 16
     narrow = tokens == 1 and bits == 4 and g.stored_hidden < 16 * _TASKS  # FC2 has few tiles of 16 rows: of 8, then
     units = -(-g.intermediate_size // (256 if narrow else 128)) if tokens == 1 else 0  # of a route in FC2
     # Halves of a stage of FC1 and of FC2, stages of FC1 on their way, halves of a warp's ring.
     choices = [(2, 2, 2, 4), (1, 1, 4, 4), (1, 1, 3, 3), (1, 1, 2, 2)]
     tall = tokens * g.top_k * g.intermediate_size >= (16 if g.gated else 32) * _TASKS  # FC1 has enough tiles of 32 rows
-    if tokens == 1:  # one stage on its way: each request waits for less
+    if tokens == 1 and bits == 8:  # 18.0 us of Qwen3-30B-A3B on an H100; 18.4 with two such stages, 18.5 with one of 32 rows
+        choices = [(1, 1, 1, 2)]
+    elif tokens == 1:  # one stage on its way: each request waits for less
         choices = [(2, 1, 1, 4), (2, 1, 1, 2)] if tall else [(1, 1, 2, 4), (1, 1, 2, 2)]
-        if bits == 8:  # 18.0 us of Qwen3-30B-A3B on an H100; 18.4 with two such stages, 18.5 with one of 32 rows
-            choices = [(1, 1, 1, 2)]
     elif bits == 8:
         del choices[0]
     elif tokens * g.stored_hidden < 32 * _TASKS:  # Nemotron-3-Super at 2 tokens 63.4 us on an H100, without this choice 66.1
         choices[:1] = [(2, 1, 1, 4)] if tall else []
     for chosen, times in product(choices, tasks):
-        tiles = max(parts * times, parts2)
         ring = warps * chosen[-1] * (256 * bits + 16 * scales)
         sums = buffers * warps * min(tokens, _COLUMNS) * 64
-        barriers = 8 * (2 * buffers + 1 + 2 * entries)
-        offsets = _shared_memory(g, tokens, units, ring, sums, barriers, entries * (16 + 16 * tiles))
-        if offsets["SHARED_BYTES"] <= _SHARED_MEMORY and (ring <= _RING or chosen in ((2, 2, 2, 4), choices[-1])):
+        tiles = entries * (16 + 16 * max(parts * times, parts2))
+        shared = _shared_bytes(g, tokens, ring + sums + 8 * (2 * buffers + 1 + 2 * entries), tiles, units)
+        if shared <= _SHARED_MEMORY and (ring <= _RING or chosen in ((2, 2, 2, 4), choices[-1])):
             break
     else:
         return None
-    bias = 0 if g.bias is None else {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[g.bias]
-    values: dict[str, int | float] = {
-        "HIDDEN": g.hidden_size,
-        "STORED_HIDDEN": g.stored_hidden,
-        "INTERMEDIATE": g.intermediate_size,
-        "EXPERTS": g.num_experts,
-        "TOP_K": g.top_k,
-        "MAX_TOKENS": tokens,
-        "CODE_BITS": bits,
-        "GROUP": group,
-        "TILED_SCALES": int(tiled),
-        "BIAS": bias,
-        "GATE_ORDER": ORDERS.index(g.layout.fc1),
-        "ACTIVATION": ACTIVATIONS.index(g.activation),
-        "GATED": int(g.gated),
-        "FLOAT16": int(g.dtype is torch.float16),
-        "WARPS": warps,
-        "PARTS1": parts,
-        "PARTS2": parts2,
-        "TILES_A_TASK": times,
-        **dict(zip(("HALVES1", "HALVES2", "STAGES1", "RING_HALVES"), chosen, strict=True)),
-        "BUFFERS": buffers,
-        "ADDERS": adders,
-        "ENTRIES": entries,
-        "NARROW": int(narrow),
-        "MOST_BLOCKS": MOST_BLOCKS,
-        "SPIN_SECONDS": SPIN_SECONDS,
-        "SLICES2": int(_slices(tokens, bits)),
-        "SUBNORMALS": int(subnormals or not _slices(tokens, bits)),
-        **offsets,
-        **_scoring(g),
-    }
-    return Variant(f"layer, {tokens} tokens", _SOURCE, tokens, tuple(values.items()))
+    slices, scoring = _slices(tokens, bits), g.scoring or Scoring()
+    sizes: dict[str, float] = {"HIDDEN": g.hidden_size, "STORED_HIDDEN": g.stored_hidden, "INTERMEDIATE": g.intermediate_size}
+    sizes |= {"EXPERTS": g.num_experts, "TOP_K": g.top_k, "MAX_TOKENS": tokens, "FLOAT16": g.dtype is torch.float16}
+    sizes |= {"CODE_BITS": bits, "GROUP": group, "TILED_SCALES": tiled, "GATE_ORDER": ORDERS.index(g.layout.fc1)}
+    sizes |= {"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "BIAS": _BIASES.index(g.bias)}
+    sizes |= {"WARPS": warps, "PARTS1": parts, "PARTS2": parts2, "TILES_A_TASK": times, "NARROW": narrow}
+    sizes |= zip(("HALVES1", "HALVES2", "STAGES1", "RING_HALVES"), chosen, strict=True)
+    sizes |= {"BUFFERS": buffers, "ADDERS": adders, "ENTRIES": entries, "SHARED_BYTES": shared}
+    sizes |= {"MOST_BLOCKS": MOST_BLOCKS, "SPIN_SECONDS": SPIN_SECONDS}
+    sizes |= {"SLICES2": slices, "SUBNORMALS": subnormals or not slices}
+    sizes |= {"FROM_LOGITS": g.scoring is not None, "ALL_EXPERTS": g.num_experts * g.ranks if g.scoring else 1}
+    sizes |= {"SCORING": _SCORING.index(scoring.kind), "RENORMALIZE": scoring.renormalize, "ROUTER_BIAS": scoring.bias}
+    sizes |= {"ROUTING_FACTOR": float(scoring.factor), "HIGHER_FIRST": scoring.higher_first}
+    return Variant(f"layer, {tokens} tokens", _SOURCE, tokens, tuple(sizes.items()))
 
 
-def _scoring(g: Geometry) -> dict[str, int | float]:
-    of = g.scoring or Scoring()
-    return {
-        "FROM_LOGITS": int(g.scoring is not None),
-        "ALL_EXPERTS": 1 if g.scoring is None else g.num_experts * g.ranks,
-        "SCORING": _SCORING.index(of.kind),
-        "RENORMALIZE": int(of.renormalize),
-        "ROUTER_BIAS": int(of.bias),
-        "ROUTING_FACTOR": float(of.factor),
-        "HIGHER_FIRST": int(of.higher_first),
-    }
-
-
-def _shared_memory(g: Geometry, tokens: int, units: int, ring: int, sums: int, barriers: int, entries: int) -> dict[str, int]:
-    """Return where what a block has in shared memory lies, and all its bytes; ``Shared`` of ``records.cuh`` says what it is."""
-    routes = tokens * g.top_k
-    parts = {
-        "STAGES_AT": ring,
-        "SUMS_AT": sums,
-        "BARRIERS_AT": barriers,
-        "EPOCH_AT": 8,
-        "TAKEN_AT": 2 * MOST_BLOCKS,
-        "ENTRIES_AT": entries,
-    }
-    gathering = {"NUMBERS_AT": 2 * routes, "GROUPS_AT": 4 * min(routes, g.num_experts + routes // 8), "HELD_AT": 4 * tokens}
-    apart = {
-        "ROUTES_AT": 16 * routes,
-        "UNITS_AT": 16 * routes * units,
-        "SLOTS_AT": 4 * routes,
-        "MASKS_AT": 4 * routes * -(-routes // 32),
-        "HIT_AT": 4 * -(-g.num_experts // 32) + 64,
-    }
-    weights, chosen = {"WEIGHTS_AT": 4 * routes}, {"CHOSEN_AT": 4 * routes}
-    used = gathering if tokens > _COLUMNS else apart
-    if g.scoring is not None:
-        used = used | weights | (chosen if tokens > _COLUMNS else {})
-    offsets, end = dict.fromkeys(gathering | apart | weights | chosen, 0), 0
-    for name, size in (parts | used).items():
-        if name == "ENTRIES_AT":
-            end = -(-end // 16) * 16
-        offsets[name] = end
-        end += size
-    return offsets | {"SHARED_BYTES": end}
+def _shared_bytes(g: Geometry, tokens: int, fixed: int, entries: int, units: int) -> int:
+    """Return a block's shared memory. ``records.cuh`` says what lies there; ``fixed`` is what has no size of the call's."""
+    routes, logits = tokens * g.top_k, g.scoring is not None
+    before = -(-(fixed + 8 + 2 * MOST_BLOCKS) // 16) * 16 + entries
+    if tokens > _COLUMNS:
+        return before + 2 * routes + 4 * min(routes, g.num_experts + routes // 8) + 4 * tokens + 8 * routes * logits
+    words = 1 + -(-routes // 32) + logits  # of a route: its slot, its share of the masks, its weight
+    return before + 16 * routes * (1 + units) + 4 * routes * words + 4 * -(-g.num_experts // 32) + 64
 
 
 def _parts_of_fc2(warps: int, blocks: int) -> int:
@@ -287,19 +219,21 @@ def _parts_of_fc2(warps: int, blocks: int) -> int:
     return warps // max(split for split in splits if waste[split] <= max(1.15, min(waste.values())))
 
 
-def load(needed: tuple[Compilation, ...], target: str, remedy: str) -> Iterator[bytes]:
+def load(needed: tuple[Compilation, ...], target: str, remedy: str) -> list[bytes]:
     """Return the cubins, from the cache or compiled side by side.
 
     Raise PlanError if the cache lacks one and ``TRTLLM_B12X_FREEZE`` forbids a compile (``remedy`` is the command that fills
     it), CompileError if NVRTC is missing or does not know the card.
     """
-    found = {variant: variant.cached(target) for variant in needed}
-    missing = [variant for variant, content in found.items() if content is None]
-    if missing and settings.FREEZE():
-        raise PlanError(f"{missing[0].file(target)} is not there and is not compiled: {settings.FREEZE.name}=1 ({remedy})")
-    with ThreadPoolExecutor(max(1, min(len(missing), len(os.sched_getaffinity(0))))) as pool:
-        found |= dict(zip(missing, pool.map(lambda variant: fill(variant, target), missing), strict=True))
-    return (content for content in found.values() if content is not None)
+
+    def cubin(variant: Compilation) -> bytes:
+        content = variant.cached(target)
+        if content is None and settings.FREEZE():
+            raise PlanError(f"{variant.file(target)} is not there and is not compiled: {settings.FREEZE.name}=1 ({remedy})")
+        return fill(variant, target) if content is None else content
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(cubin, needed))
 
 
 def fill(variant: Compilation, target: str) -> bytes:
