@@ -28,9 +28,9 @@ from tests.nvfp4_layer import distance
 from trtllm_b12x.core import disk
 from trtllm_b12x.dispatch.timing import graph_seconds
 from trtllm_b12x.formats.geometry import Scoring
-from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import Geometry, MoECall, driver
 from trtllm_b12x.kernels.call import of_logits
-from trtllm_b12x.kernels.cuda import driver, nvrtc, variant
+from trtllm_b12x.kernels.cuda import nvrtc, variant
 
 _TURNS, _REPLAYS, _MOST_LAYERS = 5, 9, 12
 _MOST_TOKENS = 8

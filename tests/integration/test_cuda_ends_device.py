@@ -23,10 +23,10 @@ import torch
 from tests.integration.test_kernels_device import weights_of
 from tests.nvfp4_layer import random_call
 from trtllm_b12x.formats import GATE_UP, ROWS, TILES, UP_GATE, WeightLayout
-from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import Geometry, MoECall, driver
 from trtllm_b12x.kernels.cards import card_of
 from trtllm_b12x.kernels.catalog import KERNELS
-from trtllm_b12x.kernels.cuda import driver, nvrtc, variant
+from trtllm_b12x.kernels.cuda import nvrtc, variant
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a GPU of capability 9.0 or newer"

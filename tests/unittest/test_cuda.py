@@ -22,10 +22,10 @@ from benchmarks import chain
 from tests.allocations import Allocations, weights_left
 from tests.nvfp4_layer import elsewhere, random_call, random_layer
 from trtllm_b12x.formats import BY_TURNS, FORMATS, GATE_UP, ROWS, WeightLayout
-from trtllm_b12x.kernels import Geometry, MoECall, PlanError, prove_child, warmup
+from trtllm_b12x.kernels import Geometry, MoECall, PlanError, driver, prove_child, warmup
 from trtllm_b12x.kernels.cards import Card, models
 from trtllm_b12x.kernels.catalog import KERNELS
-from trtllm_b12x.kernels.cuda import decode, driver, nvrtc, records, variant
+from trtllm_b12x.kernels.cuda import decode, nvrtc, records, variant
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel, LaunchPlan
 from trtllm_b12x.kernels.cuda.probe import PROBE, takes_subnormals
 from trtllm_b12x.kernels.warmup import CompileTask

@@ -22,7 +22,7 @@ PERMANENT = {
     "environment.triton": "releases of ptxas programs",
     "formats.constants": "captured graphs read these tensors",
     "kernels.b12x.compiler": "captured graphs launch these kernels",
-    "kernels.cuda.driver": "the driver's library",
+    "kernels.driver": "the driver's library",
     "environment.nvrtc": "NVRTC's library",
     "kernels.cuda.nvrtc": "NVRTC's version",
     "kernels.cuda.probe": "what a GPU's tensor cores do",

@@ -11,7 +11,7 @@ import threading
 
 import torch
 
-from trtllm_b12x.kernels.cuda import driver
+from trtllm_b12x.kernels import driver
 
 _serializers: dict[str, StreamSerializer] = {}
 _lock = threading.Lock()

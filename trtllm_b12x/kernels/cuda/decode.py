@@ -19,14 +19,14 @@ from trtllm_b12x.core import settings
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats import constants
-from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels import Geometry, MoECall, driver
 from trtllm_b12x.kernels import reference as in_torch
 from trtllm_b12x.kernels.cards import Card, warmup_command
 from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory
 from trtllm_b12x.kernels.plans import OwnKernel, Plan
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
-from . import driver, records
+from . import records
 from .probe import PROBE, takes_subnormals
 from .variant import MOST_BLOCKS, SPIN_SECONDS, TOKENS, Variant, load, variants
 

@@ -9,8 +9,8 @@ import struct
 import torch
 
 from trtllm_b12x.core.log import logger
+from trtllm_b12x.kernels import driver
 
-from . import driver
 from .variant import Compilation
 
 PROBE = Compilation("probe", "probe.cu")
