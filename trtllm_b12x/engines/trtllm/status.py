@@ -85,6 +85,7 @@ def status() -> Status:
     layers = alive()
     served = [module for module, verdict in layers if verdict.served]
     bound = [kernel for module in served for kernel in module.schedule.kernels]
+    of_each = {str(module.schedule.kernels[0].geometry): module for module in served if module.schedule.kernels}
     state, detail = host.state()
     return Status(
         generation="embedded" if state == "none" else state,
@@ -100,11 +101,11 @@ def status() -> Status:
         scalar_bytes=sum(_bytes(module, "scalar_bytes") for module in served),
         workspace_bytes=sum(dict(kernel.workspace for kernel in bound if kernel.workspace is not None).values()),
         kernels=_summaries(bound),
-        crossovers={str(m.schedule.kernels[0].geometry): m.schedule.summary for m in served if m.schedule.kernels},
+        crossovers={geometry: module.schedule.summary for geometry, module in of_each.items()},
         host_paths={
-            str(m.schedule.kernels[0].geometry): m.dispatch.host.text if m.dispatch.host else "not judged"
-            for m in served
-            if m.schedule.kernels and not m.schedule.base
+            geometry: module.dispatch.host.text if module.dispatch.host else "not judged"
+            for geometry, module in of_each.items()
+            if not module.schedule.base
         },
     )
 
