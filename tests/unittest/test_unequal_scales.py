@@ -13,6 +13,7 @@ from tests.checkpoints import random_experts
 from tests.clock import Clock, standing_in
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.decision import RejectReason
+from trtllm_b12x.dispatch.layer import LIKE
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.schedule import InParts
 from trtllm_b12x.tools.verify import kernel_calls
@@ -178,7 +179,7 @@ def test_parameters_over_those_of_a_checkpoint(way: Any, first: float, second: f
 
 
 @pytest.mark.parametrize("hooks", [True, False])
-@pytest.mark.parametrize(("first", "second"), [(1.0, 3.0), (3.0, 0.4), (3.0, 1.0)])
+@pytest.mark.parametrize(("first", "second"), [(1.0, 3.0), (3.0, 0.4), (3.0, 1.0), (1.005, 3.0), (3.0, 1.005)])
 def test_reloads(first: float, second: float, hooks: bool) -> None:
     """Not every reload of a host ends with its post-load hooks; numbers are those of a fresh layer, memory stays."""
     module, tensors = loaded(first, seed=1), random_experts(E, H, SIZE, up_to_gate=second)
@@ -190,3 +191,4 @@ def test_reloads(first: float, second: float, hooks: bool) -> None:
     module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()})  # its own: scales stay
     assert_same(module, layers.load(created(), tensors))
     assert ("b12x" in module.backend.verdict.families) == (second == 1)
+    assert (module.backend.dispatch.scale_ratio > LIKE) == (second != 1.005 and second != 1)

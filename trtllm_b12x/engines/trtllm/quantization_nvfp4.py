@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x.core import log
+from trtllm_b12x.dispatch.layer import LIKE
 from trtllm_b12x.formats.nvfp4 import InputScales
 
 from . import guard
@@ -88,8 +89,8 @@ class NVFP4Sm12xFusedMoEMethod(PaddedMethod, Weights, NVFP4CutlassFusedMoEMethod
             if not pairs or module.fc31_alpha.is_meta:
                 return
             self._write_half_alphas(module, pairs)
-            unequal = self.scale_ratio(module) > 1
-            if module.schedule.kernels and unequal != (module.scale_ratio > 1):
+            ratio = self.scale_ratio(module)
+            if module.schedule.kernels and any((ratio > bound) != (module.scale_ratio > bound) for bound in (1, LIKE)):
                 module._weights_are_ready()  # not every reload of a host ends with its post-load hooks
 
     @staticmethod
