@@ -108,18 +108,14 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def test_on_the_newest_pins_nothing_has_to_move(newest: Environment) -> None:
-    """Active as it is; ``[kernels]`` asks for nothing more, ``[expert-parallel]`` for another FlashInfer.
-
-    That one asks for the CuTe DSL that it wants.
-    """
+    """Active as it is; ``[kernels]`` asks for nothing more, ``[expert-parallel]`` for another FlashInfer."""
     assert newest.doctor()["active"]
     pins = {name for name, _ in MAIN} | {"torch", "triton", "numpy"}
     for extra, moved in (("kernels", set()), ("expert-parallel", {"flashinfer-python"})):
         command = [sys.executable, "-m", "pip", "--python", newest.python, "install", "--dry-run", "--quiet", "--report", "-"]
         result = subprocess.run([*command, f"{ROOT}[{extra}]"], capture_output=True, text=True, check=True)
         installs = {item["metadata"]["name"] for item in json.loads(result.stdout)["install"]}
-        changed = {name for name in installs & pins if not (moved and name.startswith("nvidia-cutlass-dsl"))}
-        assert changed == moved
+        assert installs & pins == moved
 
 
 def test_what_the_driver_plans_on_the_oldest_line(newest: Environment, tmp_path: Path) -> None:

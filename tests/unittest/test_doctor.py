@@ -72,7 +72,7 @@ def test_every_problem_once_with_its_command(monkeypatch: pytest.MonkeyPatch) ->
     result = run(monkeypatch, FIELD, status=1)
     lines = result.output.splitlines()
     commands = [line for line in lines if line.startswith("   $ ")]
-    assert commands == ['   $ pip install "flashinfer-python>=0.7.2,<0.8" "nvidia-cutlass-dsl[cu13]==4.8.1"']
+    assert commands == ['   $ pip install "flashinfer-python>=0.7.2,<0.7.4" "nvidia-cutlass-dsl[cu13]==4.8.1"']
     assert "It moves flashinfer-python 0.6.16, nvidia-cutlass-dsl 4.5.0." in lines
     assert sum(line.startswith(("1. DSL_PAYLOAD", "2. FLASHINFER_TOO_OLD")) for line in lines) == 2
     assert lines[-1].startswith("b12x WOULD NOT serve decode here")

@@ -126,7 +126,7 @@ def test_standard_error_that_takes_nothing(stream: str) -> None:
 
 PINS_1_3: dict[str, Any] = {"flashinfer": "0.6.11", "dsl": "4.5.0"}
 NEW: dict[str, Any] = {"flashinfer": "0.7.2.post1", "dsl": "4.8.1", "payload_cuda": (13, 4)}
-BOTH = 'pip install "flashinfer-python>=0.7.2,<0.8" "nvidia-cutlass-dsl[cu13]==4.8.1"'
+BOTH = 'pip install "flashinfer-python>=0.7.2,<0.7.4" "nvidia-cutlass-dsl[cu13]==4.8.1"'
 
 
 def repair(deployment: Deployment | None = None, **facts: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -151,7 +151,7 @@ def test_one_command_mends_everything_that_packages_cause(fault: PayloadFault) -
 
 def test_what_is_good_enough_stays() -> None:
     main = {**NEW, "flashinfer": "0.6.18", "dsl": "4.7.0", "expert_parallel": False}
-    newer = ('pip install "flashinfer-python>=0.7.2,<0.8"',)
+    newer = ('pip install "flashinfer-python>=0.7.2,<0.7.4"',)
     assert decide(LayerShape(), environment=Environment(**main)).served
     assert repair(Deployment(ep_size=2), **main) == (newer, ("flashinfer-python 0.6.18",))
     old = {**main, "flashinfer": "0.6.16"}
@@ -163,7 +163,7 @@ def test_what_is_good_enough_stays() -> None:
     [
         ({"dsl": "none"}, ('pip install "nvidia-cutlass-dsl[cu13]==4.8.1"',)),
         ({"flashinfer": "none", "dsl": "none"}, (BOTH,)),
-        ({**NEW, "flashinfer": "none"}, ('pip install "flashinfer-python>=0.7.2,<0.8"',)),
+        ({**NEW, "flashinfer": "none"}, ('pip install "flashinfer-python>=0.7.2,<0.7.4"',)),
         (
             {**NEW, "dsl": "4.7.0", "payload_cuda": (12, 9), "payload_fault": PayloadFault.CU13_MISSING},
             ('pip install "nvidia-cutlass-dsl-libs-cu13==4.7.0"',),

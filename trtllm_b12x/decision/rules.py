@@ -18,7 +18,7 @@ OLDEST_FLASHINFER = (0, 6, 18)
 its stream as an argument. 0.6.9 to 0.6.16 have neither exact scales (``input_global_scale``) nor a cooperative launch."""
 EXPERT_PARALLEL_FLASHINFER = (0, 7, 2)
 """Oldest release whose kernels skip negative ids and are compiled for every token count."""
-COMPLETE_FLASHINFER = "flashinfer-python>=0.7.2,<0.8"
+COMPLETE_FLASHINFER = "flashinfer-python>=0.7.2,<0.7.4"
 OLDEST_DSL = (4, 6, 2)
 """Version required by flashinfer-python 0.6.18 and newer (its metadata)."""
 COMPLETE_DSL = "4.8.1"

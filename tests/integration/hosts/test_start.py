@@ -78,7 +78,7 @@ def test_on_stock_pins_decode_runs_on_triton(double: Double, tmp_path: Path, tim
     assert result["log"].count(LINE.format("triton")) == 1
     (line,) = (line for line in result["log"] if "is served by triton, not by b12x" in line)
     assert "FLASHINFER_TOO_OLD: flashinfer-python 0.6.0 is older than 0.6.18" in line
-    assert 'pip install "flashinfer-python>=0.7.2,<0.8"' in line
+    assert 'pip install "flashinfer-python>=0.7.2,<0.7.4"' in line
     assert all("QUANTIZATION" in line for line in result["warnings"])  # of the third layer
 
 
