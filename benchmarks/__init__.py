@@ -52,7 +52,7 @@ def positive(text: str) -> int:
 
 def utf8(text: str) -> str:
     """Return an argument that is passed on to programs and files. They take no path that is not UTF-8."""
-    if os.fsencode(text).decode(errors="replace") != text:
+    if not disk.is_utf8(text):
         raise argparse.ArgumentTypeError(f"must be UTF-8, got {text!r}; rename it or choose another one")
     return text
 

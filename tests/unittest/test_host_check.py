@@ -18,7 +18,7 @@ from tests.clock import Clock, capturing, standing_in
 from tests.layers import host
 from tests.nvfp4_layer import random_layer
 from trtllm_b12x import status
-from trtllm_b12x.core import settings
+from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch import crossover
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.schedule import EVERY, InParts
@@ -189,6 +189,23 @@ def test_a_setting_is_obeyed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     (line,) = said(caplog, logging.WARNING)
     assert "it serves nevertheless, as TRTLLM_B12X_CROSSOVER says" in line
     assert module.backend.schedule.at(32) is None
+
+
+def test_a_file_of_times_is_obeyed_if_it_is_of_this_card(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    called()
+    (measured,) = tmp_path.rglob("crossover-*.json")
+    file = tmp_path / "given.json"
+    broken(monkeypatch, one_expert_larger)
+    for content, obeyed in ((measured.read_text(), True), (measured.read_text().replace('"cpu"', '"another"'), False)):
+        file.write_text(content)
+        monkeypatch.setenv(settings.CROSSOVER.name, str(file))
+        process.forget()
+        schedule = called().backend.schedule
+        assert (schedule.at(64) is None) == obeyed
+        assert ("grouped" in schedule.summary) != obeyed
+    assert "it serves nevertheless, as TRTLLM_B12X_CROSSOVER says" in caplog.text
 
 
 def test_what_cannot_be_judged_is_not_blamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

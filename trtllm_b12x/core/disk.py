@@ -49,6 +49,11 @@ def writable(folder: Path) -> bool:
     return os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
 
 
+def is_utf8(path: str | Path) -> bool:
+    """Return whether a path can be written as UTF-8: Triton and safetensors open no other."""
+    return os.fsencode(path).decode(errors="replace") == str(path)
+
+
 def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple[Any, bool]:
     """Return the result for ``key`` and True if it was cached. A result that ``keep`` refuses is not stored."""
     from filelock import FileLock, Timeout

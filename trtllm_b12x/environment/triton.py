@@ -154,7 +154,7 @@ def libcuda() -> str:
 def cache_lacking() -> Lacking | None:
     """Return why nothing can be kept in Triton's cache, or None."""
     folder, problem = cache_folder(), "cannot be written"
-    if os.fsencode(folder).decode(errors="replace") != str(folder):
+    if not disk.is_utf8(folder):
         problem = "has a name that is not UTF-8"
     elif disk.writable(folder):
         return None

@@ -281,7 +281,8 @@ def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in
         parts.append("computed in torch: no kernel ran")
     verdict = "PASS" if status == "passed" else "FAIL"
     if off := [report.cutlass_error for report in served if report.cutlass_error is not None]:
-        verdict += f", but prompts on CUTLASS are off by up to {100 * max(off):.0f} % (gate and up have different scales)"
+        verdict += ", but" if status == "passed" else ", and"
+        verdict += f" prompts on CUTLASS are off by up to {100 * max(off):.0f} % (gate and up have different scales)"
     return f"{verdict}: " + ", ".join(parts)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trtllm_b12x.core import disk
 from trtllm_b12x.tools.progress import UnusableError
 
 INDEX = "model.safetensors.index.json"
@@ -165,7 +166,7 @@ def _opening(path: Path) -> Iterator[None]:
     except IsADirectoryError:
         raise CheckpointError(path, "is a folder, not a file") from None
     except (OSError, SafetensorError, ValueError) as error:
-        if os.fsencode(path).decode(errors="replace") != str(path):
+        if not disk.is_utf8(path):
             raise CheckpointError(path, "safetensors opens no path that is not UTF-8", "rename it") from None
         raise CheckpointError(path, f"cannot be opened ({error})") from error
 
