@@ -73,7 +73,8 @@ class Chain:
         major, minor = torch.cuda.get_device_capability()
         cubin, _ = nvrtc.compiled(_SOURCE.name, files(), f"sm_{major}{minor}a")
         blocks = {NORM: tokens, ROUTER: g.num_experts, TOP_K: 1}
-        functions = {name: driver.Function(cubin, name) for name in blocks}
+        module = driver.Module(cubin)
+        functions = {name: driver.Function(module, name) for name in blocks}
         fixed = [
             _Fixed(residual.data_ptr(), router.data_ptr(), g.hidden_size, g.num_experts, g.top_k)
             for residual, router in zip(self.residuals, self.routers, strict=True)

@@ -1,7 +1,7 @@
-"""Run the one-launch CUDA kernel on a CPU: its own source, compiled by g++, with one fiber for each CUDA thread.
+"""Run the CUDA kernels on a CPU: their own source, compiled by g++, with one fiber for each CUDA thread.
 
 ``ptx.cuh`` replaces the file of the kernel that has all instructions. ``machine.cpp`` schedules the threads, and ``Order`` says
-how it draws whose turn it is. ``kernel_on_cpu`` returns the package's own ``CudaKernel`` whose launches run here.
+how it draws whose turn it is. ``kernel_on_cpu`` and ``gemm_on_cpu`` return the package's own kernels whose launches run here.
 """
 
 from __future__ import annotations
@@ -24,17 +24,29 @@ from typing import Any
 
 import torch
 
-from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.dispatch.policy import LARGEST
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cards import Card
+from trtllm_b12x.kernels.cuda import gemm
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, LaunchPlan
+from trtllm_b12x.kernels.cuda.gemm import GemmKernel, GemmPlan, Shape
 from trtllm_b12x.kernels.cuda.variant import TOKENS
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-stack-protector", "-ffp-contract=off", f"-I{FOLDER}")
-MAIN = """#include "layer.cu"
-template <class L, class C> void start(void (*kernel)(L, C), const void* a, const void* b) { kernel(*(const L*)a, *(const C*)b); }
-extern "C" void emulator_start(const void* a, const void* b) { start(layer, a, b); }
+_START = """template <class L, class C> void start(void (*kernel)(L, C), const void* a, const void* b) {
+  kernel(*(const L*)a, *(const C*)b);
+}
 """
+
+
+def main_of(source: str, *kernels: str) -> str:
+    """Return what makes a source's kernels functions of a library: ``start_`` and the name."""
+    entries = (f'extern "C" void start_{name}(const void* a, const void* b) {{ start({name}, a, b); }}\n' for name in kernels)
+    return f'#include "{source}"\n{_START}{"".join(entries)}'
+
+
+MAIN = main_of("layer.cu", "layer")
 
 
 class FaultError(RuntimeError):
@@ -194,8 +206,8 @@ class Machine:
 machine = Machine()
 
 
-class Function:
-    """``driver.Function`` on the emulator. It compiles when it is first needed."""
+class Module:
+    """``driver.Module`` on the emulator. It compiles when it is first needed."""
 
     def __init__(self, files: Mapping[str, str], main: str = MAIN) -> None:
         self._files, self._main = files, main
@@ -206,18 +218,29 @@ class Function:
         library(self._files, self._main)
 
     @functools.cached_property
-    def _library(self) -> ctypes.CDLL:
+    def library(self) -> ctypes.CDLL:
         return loaded(library(self._files, self._main))
 
     def constant(self, name: str) -> int:
-        return ctypes.c_int.in_dll(self._library, name).value
+        return ctypes.c_int.in_dll(self.library, name).value
+
+    def keep(self) -> None:
+        """Nothing is unloaded."""
+
+
+class Function:
+    """``driver.Function`` on the emulator."""
+
+    def __init__(self, module: Module, name: str, of: str = "") -> None:
+        self.module, self._name, self._of = module, name, of
 
     def launcher(self, blocks: int, layer: ctypes.Structure, record: struct.Struct) -> Callable[..., None]:
         def launch(stream: int, *values: int) -> None:
             call = ctypes.create_string_buffer(record.pack(*values), record.size)
-            kernel = ctypes.cast(self._library.emulator_start, ctypes.c_void_p).value
-            ranges = self.readable if self.readable is not None else (ctypes.c_uint64 * 0)()
-            sizes = blocks, self.constant("threads"), self.constant("shared_bytes")
+            module = self.module
+            kernel = ctypes.cast(getattr(module.library, f"start_{self._name}"), ctypes.c_void_p).value
+            ranges = module.readable if module.readable is not None else (ctypes.c_uint64 * 0)()
+            sizes = blocks, module.constant(f"{self._of}threads"), module.constant(f"{self._of}shared_bytes")
             records = kernel, ctypes.addressof(layer), ctypes.addressof(call)
             machine.launch(_Launch(*records, *sizes, ctypes.addressof(ranges), len(ranges) // 2, stream), (layer, call, ranges))
 
@@ -227,13 +250,13 @@ class Function:
 class _Sizes(dict[int, tuple[int, int]]):
     """Bytes of the workspaces of variants, which compile when they are needed."""
 
-    def __init__(self, functions: Mapping[int, Function]) -> None:
+    def __init__(self, modules: Mapping[int, Module]) -> None:
         super().__init__()
-        self._functions = functions
+        self._modules = modules
 
     def __missing__(self, tokens: int) -> tuple[int, int]:
-        function = self._functions[tokens]
-        return function.constant("workspace_bytes"), function.constant("filled_bytes")
+        module = self._modules[tokens]
+        return module.constant("workspace_bytes"), module.constant("filled_bytes")
 
 
 def kernel_on_cpu(
@@ -254,19 +277,56 @@ def kernel_on_cpu(
     kernel = kind(Card(blocks, 228 << 10, 90))
     kernel.describe(geometry, capacity, torch.device("cuda"))
     kernel.device = torch.device("cpu")
-    functions: dict[int, Any] = {each.tokens: Function({**each.files(), **(changed or {})}, main) for each in kernel.variants()}
-    kernel._plan = LaunchPlan(functions, _Sizes(functions))
+    modules = {each.tokens: Module({**each.files(), **(changed or {})}, main) for each in kernel.variants()}
+    functions: dict[int, Any] = {tokens: Function(module, "layer") for tokens, module in modules.items()}
+    kernel._plan = LaunchPlan(functions, _Sizes(modules))
     kernel.bind(weights, first_expert)
     ranges = [number for tensor in kernel._tensors for number in (tensor.data_ptr(), tensor.nbytes)]
-    for function in functions.values():
-        function.readable = (ctypes.c_uint64 * len(ranges))(*ranges)
+    for module in modules.values():
+        module.readable = (ctypes.c_uint64 * len(ranges))(*ranges)
     return kernel
+
+
+def gemm_on_cpu(
+    kind: type[GemmKernel],
+    geometry: Geometry,
+    weights: Any,
+    shape: Shape,
+    blocks: int,
+    first_expert: int = 0,
+    changed: Mapping[str, str] | None = None,
+) -> GemmKernel:
+    """Return a bound kernel of one shape on a card of so many multiprocessors. See ``kernel_on_cpu``.
+
+    Its copies may read the layer's tensors and the scratch memory of ``run``.
+    """
+    kernel = kind(Card(blocks, 228 << 10, 90))
+    kernel.describe(geometry, LARGEST, torch.device("cuda"))
+    kernel.device, kernel.held = torch.device("cpu"), shape
+    module = Module({**kernel.variant(shape).files(), **(changed or {})}, main_of(gemm.SOURCE, *gemm.KERNELS))
+    kernel._plan = GemmPlan({shape: gemm.functions_of(module, Function)}, tested=True)  # type: ignore[arg-type]
+    kernel.bind(weights, first_expert)
+    return kernel
+
+
+def run(kernel: GemmKernel, call: MoECall) -> torch.Tensor:
+    """Run a call in scratch memory of just its size, full of NaN. Nothing else may be copied but the layer's tensors."""
+    (functions,), tokens = kernel._plan.functions.values(), call.x.shape[0]
+    scratch = torch.full((kernel.scratch_bytes(tokens),), 255, dtype=torch.uint8)
+    ranges = [number for tensor in (*kernel._tensors, scratch) for number in (tensor.data_ptr(), tensor.nbytes)]
+    module: Any = functions["fc1"].module
+    module.readable = (ctypes.c_uint64 * len(ranges))(*ranges)
+    try:
+        with machine.together():
+            return kernel.run(call._replace(scratch=scratch))
+    finally:
+        module.readable = None
 
 
 def begin(kernel: CudaKernel, tokens: int) -> None:
     """Begin to compile what a call of so many tokens needs."""
     functions: dict[int, Any] = kernel._plan.functions
-    next(function for size, function in functions.items() if size >= tokens).begin()
+    next(function for size, function in functions.items() if size >= tokens).module.begin()
 
 
 def stand_in(patch: Any) -> None:

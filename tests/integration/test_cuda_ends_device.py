@@ -121,7 +121,8 @@ class Nothing(ctypes.Structure):
 
 @functools.cache
 def hold() -> driver.Function:
-    return driver.Function(nvrtc.compiled("hold.cu", {"hold.cu": HOLD}, f"sm_{card_of(CUDA).capability}a")[0], "hold")
+    cubin, _ = nvrtc.compiled("hold.cu", {"hold.cu": HOLD}, f"sm_{card_of(CUDA).capability}a")
+    return driver.Function(driver.Module(cubin), "hold")
 
 
 @contextmanager

@@ -263,7 +263,7 @@ def bound(
     kernel: CudaKernel = kind(Card(blocks, 228 << 10, 90))
     kernel.describe(geometry, capacity, torch.device("cuda"))
     kernel.device = torch.device("cpu")
-    functions = {tokens: driver.Function(b"", "layer") for tokens in variant.TOKENS}
+    functions = {tokens: driver.Function(driver.Module(b""), "layer") for tokens in variant.TOKENS}
     for tokens, function in functions.items():
         function.threads = tokens
     kernel._plan = LaunchPlan(functions, dict.fromkeys(variant.TOKENS, (4096, 2048)), tested=True)

@@ -417,7 +417,7 @@ MISSING = {
     ),
     "warp is together behind copies": (("pipeline.cuh", "<1>();\n    __syncwarp();", "<1>();"), BITS),
     "copies end at the last column": (
-        ("config.cuh", "BLOCKS1 = (STORED_HIDDEN + 127) / 128,", "BLOCKS1 = (STORED_HIDDEN + 127) / 128 + 64,"),
+        ("matrix.cuh", "BLOCKS1 = (STORED_HIDDEN + 127) / 128,", "BLOCKS1 = (STORED_HIDDEN + 127) / 128 + 64,"),
         "copy from outside of the layer's tensors at pipeline.cuh",
     ),
     "wait for products": (("sums.cuh", "barrier_wait(b.shared.full(buffer), parity);", ""), "a race: store_shared_float"),
@@ -586,7 +586,8 @@ def test_arithmetic_of_the_emulator() -> None:
 @pytest.mark.parametrize("before", ["", FLUSHES])
 def test_the_probe_of_subnormals(before: str) -> None:
     """The emulator keeps them, as Hopper does; without them the probe says so."""
-    function: Any = emulator.Function(PROBE.files(), before + emulator.MAIN.replace("layer", "probe"))
+    module = emulator.Module(PROBE.files(), before + emulator.main_of("probe.cu", "probe"))
+    function: Any = emulator.Function(module, "probe")
     assert right(function, torch.device("cpu"), machine.stream) == (before == "")
 
 

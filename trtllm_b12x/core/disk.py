@@ -15,7 +15,7 @@ from typing import Any
 
 LIMIT = 16
 """Maximum number of cached results; the newest stay."""
-_LARGEST = 1 << 20
+_LARGEST = 4 << 20
 """Maximum size in bytes of a file that is read."""
 _FILE = "payload.json"
 TABLES = "crossover-*.json"

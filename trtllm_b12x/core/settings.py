@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 _PREFIX = "TRTLLM_B12X"
 _Value = TypeVar("_Value")
-FAMILIES = ("cuda", "b12x", "triton", "grouped")
+FAMILIES = ("cuda", "b12x", "triton", "gemm", "grouped")
 """Names of the kernel families, in order of preference."""
 LARGEST_CROSSOVER = 8192
 """Largest crossover, in tokens. Kernels are planned for up to this many."""

@@ -156,6 +156,11 @@ cuda, cuda_w4a16, cuda_mxfp4, cuda_mxfp8 = (
 )
 """Decode in one launch: as Triton's, up to 64 tokens and without Triton."""
 
+gemm, gemm_w4a16, gemm_mxfp4, gemm_mxfp8 = (
+    _derived(decode, most_tokens=None, name="gemm", measured_from=9) for decode in (cuda, cuda_w4a16, cuda_mxfp4, cuda_mxfp8)
+)
+"""Grouped products of 16-bit activations, for many routes an expert: served where the card has measured them to be faster."""
+
 FAMILIES: tuple[Family, ...] = (
     Family("cuda", "NVFP4", cuda),
     Family("cuda", "W4A16_NVFP4", cuda_w4a16),
@@ -166,6 +171,10 @@ FAMILIES: tuple[Family, ...] = (
     Family("triton", "W4A16_NVFP4", triton_w4a16),
     Family("triton", "MXFP4", triton_mxfp4),
     Family("triton", "MXFP8", triton_mxfp8),
+    Family("gemm", "NVFP4", gemm),
+    Family("gemm", "W4A16_NVFP4", gemm_w4a16),
+    Family("gemm", "MXFP4", gemm_mxfp4),
+    Family("gemm", "MXFP8", gemm_mxfp8),
     Family("grouped", "NVFP4", grouped_nvfp4),
     Family("grouped", "W4A16_NVFP4", grouped_w4a16),
     Family("grouped", "MXFP4", grouped_mxfp4),

@@ -21,7 +21,7 @@ from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.kernels import Geometry
 
 from . import store, timing
-from .policy import HOST, DispatchPolicy, FixedThreshold, MeasuredPolicy, counts_to_measure
+from .policy import DEFAULT_CROSSOVER, HOST, DispatchPolicy, FixedThreshold, MeasuredPolicy, counts_to_measure
 from .schedule import EVERY, Schedule, default_crossover
 from .timing import RouteSampler, TimedPath
 
@@ -107,8 +107,8 @@ def paths_of(schedules: Sequence[Schedule], host: TimedPath | None) -> dict[str,
     assert host is not None
     for name, kernel in first.forms.items():
         if kernel is not base:
-            # Prefill rarely runs in a graph. Launch time then counts for our kernels; the host path is timed without it.
-            captured = bool(kernel.features.graph_safe) and not kernel.features.measured_from
+            # Prefill rarely runs in a graph. Launch time then counts for kernels of prompts; the host path is timed without it.
+            captured = bool(kernel.features.graph_safe) and kernel.features.measured_from < DEFAULT_CROSSOVER
             paths[name] = TimedPath([schedule.forms[name].run for schedule in schedules], kernel.serves, captured)
     return {**paths, HOST: host}
 

@@ -208,7 +208,7 @@ class LayerDispatch:
     def _instead(self) -> tuple[str, int]:
         """Return what serves if the engine's path is wrong, and up to how many tokens: ``EVERY`` by a family for prompts."""
         limits = {name: kernel.capacity for name, kernel in self.schedule.families.items()} | self.waiting
-        name = next((name for name in limits if self.kernels[name].features.measured_from), "")
+        name = next((name for name in reversed(limits) if self.kernels[name].features.measured_from), "")
         return (name, EVERY) if name else ("+".join(limits), max(limits.values(), default=0))
 
     def tell_of_halves(self, layer: str, host: str) -> None:

@@ -138,7 +138,8 @@ class Schedule:
         if len(self.families) == 1 and self.base:
             return f"{self.base} at every count"
         largest = max((kernel.capacity for kernel in self.kernels if not kernel.features.every_count), default=0)
-        then = next((f"{n} in parts" for n, k in self.families.items() if self._part and k.features.measured_from), "CUTLASS")
+        last = [name for name, kernel in self.families.items() if self._part and kernel.features.measured_from][-1:]
+        then = f"{last[0]} in parts" if last else "CUTLASS"
         return described(self.policy.source, stretches(self.path, largest), self.base or then)
 
     @property

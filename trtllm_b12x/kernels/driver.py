@@ -74,31 +74,35 @@ def _unload(library: ctypes.CDLL, context: ctypes.c_void_p, module: ctypes.c_voi
         library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-class Function:
-    """A kernel on torch's current device, whose context exists. Its module has ``threads`` and ``shared_bytes`` of a block.
+class Module:
+    """Kernels of one cubin on torch's current device, whose context exists. It is unloaded with the last of its functions."""
 
-    The module is unloaded with the function and its launchers.
-    """
-
-    def __init__(self, cubin: bytes, name: str) -> None:
-        self._module, self._function, self._context = ctypes.c_void_p(), ctypes.c_void_p(), _context()
-        _call("cuModuleLoadData", ctypes.byref(self._module), cubin)
-        self._unloads = weakref.finalize(self, _unload, _library(), self._context, self._module)
+    def __init__(self, cubin: bytes) -> None:
+        self.handle, self.context = ctypes.c_void_p(), _context()
+        _call("cuModuleLoadData", ctypes.byref(self.handle), cubin)
+        self._unloads = weakref.finalize(self, _unload, _library(), self.context, self.handle)
         self._unloads.atexit = False
-        _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
-        self.threads, self.shared_bytes = self.constant("threads"), self.constant("shared_bytes")
-        _call("cuFuncSetAttribute", self._function, _SHARED_MEMORY, self.shared_bytes)
 
     def constant(self, name: str) -> int:
         """Read an ``int`` of the module."""
         at, size, value = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
-        _call("cuModuleGetGlobal_v2", ctypes.byref(at), ctypes.byref(size), self._module, name.encode())
+        _call("cuModuleGetGlobal_v2", ctypes.byref(at), ctypes.byref(size), self.handle, name.encode())
         _call("cuMemcpyDtoH_v2", ctypes.byref(value), at, ctypes.c_size_t(ctypes.sizeof(value)))
         return int(value.value)
 
     def keep(self) -> None:
-        """Leave the module loaded: a captured graph launches the kernel and may outlive this object."""
+        """Leave the module loaded: a captured graph launches its kernels and may outlive this object."""
         self._unloads.detach()
+
+
+class Function:
+    """A kernel. Its module has ``threads`` and ``shared_bytes`` of a block, behind ``of`` in a module of several kernels."""
+
+    def __init__(self, module: Module, name: str, of: str = "") -> None:
+        self.module, self._function, self._context = module, ctypes.c_void_p(), module.context
+        _call("cuModuleGetFunction", ctypes.byref(self._function), module.handle, name.encode())
+        self.threads, self.shared_bytes = (module.constant(of + what) for what in ("threads", "shared_bytes"))
+        _call("cuFuncSetAttribute", self._function, _SHARED_MEMORY, self.shared_bytes)
 
     def launcher(self, blocks: int, layer: ctypes.Structure, record: struct.Struct) -> Callable[..., None]:
         """Return a function that takes a stream and the values of a record, and launches with ``layer`` and that record.

@@ -95,8 +95,8 @@ def card_on_hopper(multiprocessors: int, sm: int = 120) -> Iterator[None]:
         return machine_code(ptx.rstrip(b"\0").decode())
 
     class Launched(decode.driver.Function):
-        def __init__(self, cubin: bytes, name: str) -> None:
-            super().__init__(cubin, name)
+        def __init__(self, module: Any, name: str, of: str = "") -> None:
+            super().__init__(module, name, of)
             if self.shared_bytes > SHARED_MEMORY:
                 raise _too_large(name, self.shared_bytes)
 

@@ -17,7 +17,7 @@ from trtllm_b12x.environment import packages
 from trtllm_b12x.formats import GATE_UP, ROWS, TILES, UP_GATE, WeightLayout
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-FAMILIES = ("cuda", "triton", "grouped")
+FAMILIES = ("cuda", "triton", "gemm", "grouped")
 """Families whose kernels read vLLM's layouts."""
 
 

@@ -98,8 +98,9 @@ class CudaKernel(OwnKernel):
                 # The command compiles for cards that need not be here.
                 needed, remedy = variants(self.geometry, self.number_format(), False), "start once without it"
             cubins = load(needed, self.target, remedy)
-            functions = {variant.tokens: driver.Function(cubin, "layer") for variant, cubin in zip(needed, cubins, strict=True)}
-        sizes = {tokens: (f.constant("workspace_bytes"), f.constant("filled_bytes")) for tokens, f in functions.items()}
+            modules = {variant.tokens: driver.Module(cubin) for variant, cubin in zip(needed, cubins, strict=True)}
+        functions = {tokens: driver.Function(module, "layer") for tokens, module in modules.items()}
+        sizes = {tokens: (m.constant("workspace_bytes"), m.constant("filled_bytes")) for tokens, m in modules.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         plan = LaunchPlan(functions, sizes)
         # Also runs in processes that multiprocessing forked, which skip ``atexit``. It keeps the tensor for graphs that outlive
@@ -205,7 +206,7 @@ class CudaKernel(OwnKernel):
             del plan.workspaces[old]
         size, filled = plan.workspace_bytes[tokens]
         if capture:
-            plan.functions[tokens].keep()
+            plan.functions[tokens].module.keep()
 
         def make() -> torch.Tensor:
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -4,7 +4,7 @@
 // A pair of h is its own flag. It begins as 0xffffffff, which no rounding makes; FC2 loads pairs, in the size in which
 // they are written (32 bits, relaxed), until none of them is that, so no order between addresses is needed.
 #pragma once
-#include "numbers.cuh"
+#include "raw.cuh"
 #include "records.cuh"
 
 struct Inputs {
@@ -40,9 +40,7 @@ struct Inputs {
       to[4] = 0;
       if (column < HIDDEN) {
         q = *(const uint4*)(row + column / 2);
-        to[4] = *(const u16*)(b.call.x_sf +
-                              (b.call.swizzled ? scale_tile<(HIDDEN + 63) / 64>(token, column >> 6) + (column >> 4 & 3)
-                                               : (u32)(token * HIDDEN + column) / 16));
+        to[4] = *(const u16*)(b.call.x_sf + scales_of_x(b.call, token, column));
       }
       to[0] = q.x, to[1] = q.y, to[2] = q.z, to[3] = q.w;
       return;

@@ -1,30 +1,17 @@
 // Codes and block scales to operands of mma. Decoded, bit for bit as triton/operands.py does it, they are exact in
 // bfloat16, and for NVFP4 in float16: FP4 comes out 2^-8 times as large, and whoever adds multiplies by 256. Slices
-// take codes as they are.
+// take codes as they are: raw.cuh.
 #pragma once
-#include "config.cuh"
+#include "matrix.cuh"
 
 constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
-
-// By slices (FC1 of ONE_TOKEN, FC2 where SLICES2) codes go to the tensor cores as they lie in bfloat16's bits: FP4
-// 2^-126 times as large, a subnormal, and E4M3 2^-120 times. The other operand, x or h, is 2^60 times as large: so
-// products are numbers of float32 unless they are below 2^-60. |x| or |h| of 2^68 or more becomes infinite, and sums
-// infinite or NaN. In float16 FP4 is 2^-14 times as large, and x stays. Block scales multiply sums, in float32: what is
-// then below 2^-83 in FP4, or 2^-89 in E4M3, becomes zero. Without SUBNORMALS the tensor cores take subnormals as
-// zeros: codes are made 2^126 or 2^120 times as large first, and x and h stay.
-constexpr bool RAW_X = FLOAT16 || !SUBNORMALS;
-constexpr u32 ONES = 0x3f803f80u, TWO_TO_60 = 0x5d805d80u, TWO_TO_120 = 0x7b807b80u, TWO_TO_126 = 0x7e807e80u;  // pairs
-// What sums of FC1 and of FC2 are multiplied by, and h when it is stored.
-constexpr float FACTOR2 = !SLICES2 ? CODE_FACTOR : !SUBNORMALS ? 1.f : CODE_BITS == 4 ? 0x1p66f : 0x1p60f;
-constexpr float FACTOR1 = !ONE_TOKEN ? CODE_FACTOR : FLOAT16 ? 0x1p14f : FACTOR2;
-constexpr float H_FACTOR = SLICES2 && SUBNORMALS ? 0x1p60f : 1.f;
 
 // A block scale as a pair, and what to add: NaN if the scale is E8M0's NaN, else minus 0. In bfloat16 FP4's is 2^118
 // times as large.
 struct Scale {
   u32 pair, added;
 };
-constexpr u32 MINUS_ZEROS = 0x80008000u;
+constexpr u32 MINUS_ZEROS = 0x80008000u, TWO_TO_120 = 0x7b807b80u;  // pairs
 
 // The first or the second of two E4M3. In float16 FP4's codes are 2^-14 times as large, and shall be 2^-8: the scale is
 // 64 (0x5400) times as large.
@@ -73,28 +60,15 @@ DEVICE void decode8(u32 word, const Scale& scale, u32* pairs) {
 DEVICE int column8(int t, int i) { return CODE_BITS == 4 ? 32 * t + 8 * i : (i >> 1) * 64 + 16 * t + 8 * (i & 1); }
 DEVICE int column16(int t, int j) { return CODE_BITS == 4 ? 32 * t : 64 * j + 16 * t; }
 
-// Codes as they are, for slices.
-template <bool float16>
-DEVICE void raw4(u32 word, u32* pairs) {
-  if (float16 || SUBNORMALS) return codes4<float16>(word, pairs);
-  decode4<false>(word, {TWO_TO_126, MINUS_ZEROS}, pairs);
+// In the order of products, 8 columns of x or h are 16 bytes, as a lane takes them: where they lie in a row. In them
+// the columns k and k + FAR are a pair, which lies at `place_of_pair(k)`.
+DEVICE u32 place8(int column) {
+  const int i = CODE_BITS == 4 ? column >> 3 & 3 : (column >> 5 & 2) | (column >> 3 & 1);
+  const int t = CODE_BITS == 4 ? column >> 5 & 3 : column >> 4 & 3;
+  return (column >> 7) * 256 + i * 64 + t * 16;
 }
-DEVICE void raw8(u32 word, u32* pairs) {
-  if (SUBNORMALS) return codes8(word, pairs);
-  decode8(word, {ONES, MINUS_ZEROS}, pairs);
-}
-// Two block scales in float32: E4M3, or E8M0, where 255 is NaN and 0 is 2^-127, a subnormal.
-DEVICE void scales_of(u32 bytes, float& first, float& second) {
-  if (GROUP == 16) {
-    const u32 halves = e4m3x2_to_f16x2(bytes);
-    first = from_f16((u16)halves);
-    second = from_f16((u16)(halves >> 16));
-    return;
-  }
-  auto value = [](u32 byte) { return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u); };
-  first = value(bytes & 255);
-  second = value(bytes >> 8 & 255);
-}
+constexpr int FAR = CODE_BITS == 4 ? 4 : 2;
+DEVICE u32 place_of_pair(int k) { return (CODE_BITS == 4 ? k & 3 : (k & 1) | k >> 2 << 1) * 4; }
 
 // 32 columns of a row. One scale (MXFP4), or two in a byte each. Slices: what `Stages::column_scales` returns.
 struct Rows {
@@ -150,21 +124,4 @@ DEVICE float bias_at(const void* bias, u64 i) {
   if (BIAS == FLOAT32_BIAS) return ((const float*)bias)[i];
   const u16 bits = ((const u16*)bias)[i];
   return BIAS == FLOAT16_BIAS ? from_f16(bits) : from_bf16(bits);
-}
-
-// The activation of an up and, if there is one, its gate. NaN stays NaN.
-DEVICE float activate(float up, float gate, float alpha, float beta, float limit) {
-  if (ACTIVATION == SWIGLU) return __fdividef(gate, 1.f + __expf(-gate)) * up;
-  if (ACTIVATION == SWIGLU_BIAS) {
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
-    return gate / (1.f + __expf(-alpha * gate)) * (up + beta);
-  }
-  if (ACTIVATION == GEGLU) return 0.5f * gate * (1.f + erff(gate * 0.7071067811865476f)) * up;
-  if (ACTIVATION == RELU2) {
-    const float positive = up < 0 ? 0.f : up;
-    return positive * positive;
-  }
-  if (ACTIVATION == SILU) return up / (1.f + __expf(-up));
-  return 0.5f * up * (1.f + erff(up * 0.7071067811865476f));
 }

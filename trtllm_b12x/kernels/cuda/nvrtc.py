@@ -36,7 +36,7 @@ def compiled(name: str, files: Mapping[str, str], target: str) -> tuple[bytes, s
     ``files`` has the source ``name`` and what it includes, by name. Raise CompileError, see there.
     """
     lib, program = library(), ctypes.c_void_p()
-    options = [f"--gpu-architecture={target}", "--std=c++17", "-default-device", "--ptxas-options=-v", "-lineinfo"]
+    options = [f"--gpu-architecture={target}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
     headers = {other: text for other, text in files.items() if other != name}
     texts, names = (_strings(strings) for strings in (headers.values(), headers))
     lib.nvrtcCreateProgram(ctypes.byref(program), files[name].encode(), name.encode(), len(headers), texts, names)

@@ -23,7 +23,7 @@ class _Powers(ctypes.Structure):
 @functools.cache
 def takes_subnormals(device: torch.device, cubin: bytes) -> bool:
     """Return whether mma.sync multiplies bfloat16 subnormals as they are on the current device."""
-    taken = right(driver.Function(cubin, "probe"), device, torch.cuda.current_stream().cuda_stream)
+    taken = right(driver.Function(driver.Module(cubin), "probe"), device, torch.cuda.current_stream().cuda_stream)
     if not taken:
         logger.info("this GPU's tensor cores take bfloat16 subnormals as zero: kernels with one more instruction are compiled")
     return taken

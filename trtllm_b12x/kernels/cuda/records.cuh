@@ -1,34 +1,7 @@
-// What the host hands over, the workspace, shared memory, and the words in which warps tell each other of routes and
-// tasks. A field of Layer or Call is also one of `records.py`, which writes `host_records.cuh`: sizes and offsets
-// agree.
+// The workspace, shared memory, and the words in which warps tell each other of routes and tasks.
 #pragma once
+#include "call.cuh"
 #include "config.cuh"
-
-// ---- from the host
-struct Layer {
-  const u8 *w1, *s1;                       // codes and block scales
-  const float *alpha1, *halves1, *input1;  // NVFP4: scales of an expert, of its up and gate, and of its input
-  const u8 *w2, *s2;
-  const float *alpha2, *input2;
-  const void *bias1, *bias2;
-  const float *swiglu_alpha, *swiglu_beta, *swiglu_limit;
-  volatile u32* stuck;  // in host memory: tokens of a launch that was stopped
-  int step1, step2;     // from an expert's input scale to the next one's: 1, or 0 if all have one
-  int first;            // this rank's first expert
-};
-
-struct Call {
-  const u8 *x, *x_sf;                // x_sf: scales of x in FP4, as the host has quantized it, else null
-  const void *ids, *router_weights;  // (tokens, TOP_K); FROM_LOGITS: logits (tokens, ALL_EXPERTS), ROUTER_BIAS's floats
-  u16* out;
-  u8* workspace;
-  int tokens;
-  int wide_ids;     // ids are int64, else int32
-  int weight_type;  // router weights, or logits: 0 float32, 1 bfloat16
-  int swizzled;     // x_sf lies in 128x4 tiles
-};
-
-#include "host_records.cuh"
 
 // ---- workspace: one for each stream or graph. HEADER bytes that begin as zeros; two buffers of h, 0xff everywhere;
 // shares.

@@ -4,30 +4,14 @@
 #pragma once
 #include "scoring.cuh"
 
-DEVICE int local_expert(const Layer& layer, long long id) {
-  const long long local = id - layer.first;
-  return local >= 0 && local < EXPERTS ? (int)local : -1;
-}
-// Where the id of a route's expert lies.
-DEVICE const u8* id_of(const Call& call, u32 route) { return (const u8*)call.ids + route * (call.wide_ids ? 8 : 4); }
-DEVICE int local_expert_at(const Layer& layer, const u8* id, bool wide) {
-  return local_expert(layer, wide ? *(const long long*)id : (long long)*(const int*)id);
-}
 // Returns the local number of a route's expert; -1 if it is another rank's, or none.
 DEVICE int expert_of(const Block& b, u32 route) {
   if (FROM_LOGITS) return (int)load_shared(b.shared.chosen() + route * 4);
   return local_expert_at(b.layer, id_of(b.call, route), b.call.wide_ids);
 }
 DEVICE float weight_of(const Block& b, u32 route) {
-  if (FROM_LOGITS) return load_shared_float(b.shared.weights() + route * 4);
-  return b.call.weight_type ? from_bf16(((const u16*)b.call.router_weights)[route])
-                            : ((const float*)b.call.router_weights)[route];
+  return FROM_LOGITS ? load_shared_float(b.shared.weights() + route * 4) : router_weight(b.call, route);
 }
-// What NVFP4 multiplies FC2's products of an expert by.
-DEVICE float scale2_of(const Layer& layer, int expert) {
-  return layer.alpha2[expert] * layer.input2[expert * layer.step2];
-}
-
 // ---- a call that does not gather: a warp reads a token's routes, a route a lane. Warp w reads token w's; those of
 // ONE_TOKEN are read by a warp that adds.
 struct TokenRoutes {

@@ -63,41 +63,23 @@ struct Adder {
     const int expert = group.expert(), k = b.lane & 7;
     const int row = piece_row<PIECES1>(tile, GATED ? half : 2 * half + (row16 >> 3)) + k;
     const bool there = row < INTERMEDIATE;
-    float up_factor = FACTOR1 * (NVFP4 && b.call.x_sf ? 256.f : 1.f), gate_factor = up_factor;
-    if (GROUP == 16) {
-      const float all = b.layer.alpha1[expert], input = b.layer.input1[expert * b.layer.step1];
-      const float up = GATED ? b.layer.halves1[expert] : all, gate = GATED ? b.layer.halves1[EXPERTS + expert] : all;
-      const bool recorded = fmaxf(up, gate) == all;  // by the load; else somebody has written alpha since
-      up_factor *= (recorded ? up : all) * input;
-      gate_factor *= (recorded ? gate : all) * input;
-    }
-    float up_bias = 0, gate_bias = 0, alpha = 1, beta = 0, limit = 0;
+    const FactorsOfFc1 of(b.layer, b.call, expert, FACTOR1);
+    float up_bias = 0, gate_bias = 0;
     if (BIAS && there) {
       const u64 bias = (u64)expert * (MATRICES * INTERMEDIATE) + row * PAIR;
       up_bias = bias_at(b.layer.bias1, bias + UP_ROW);
       if (GATED) gate_bias = bias_at(b.layer.bias1, bias + GATE_ROW);
     }
-    if (ACTIVATION == SWIGLU_BIAS) {
-      alpha = b.layer.swiglu_alpha[expert];
-      beta = b.layer.swiglu_beta[expert];
-      limit = b.layer.swiglu_limit[expert];
-    }
-    // h is written in pairs of rows k and k + FAR, in the order of `column8`: where this lane's pair lies in 128
-    // columns.
-    constexpr int FAR = CODE_BITS == 4 ? 4 : 2;
-    const int pair = CODE_BITS == 4 ? k : (k & 1) | k >> 2 << 1;
-    const bool writes = (CODE_BITS == 4 ? k < 4 : !(k & 2)) && row16 < (GATED ? 8 : 16) && there;
-    const int eight = CODE_BITS == 4 ? row >> 3 & 3 : (row >> 5 & 2) | (row >> 3 & 1);
-    const int owner = CODE_BITS == 4 ? row >> 5 & 3 : row >> 4 & 3;
-    u8* to = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + (row >> 7) * 256 + eight * 64 +
-             owner * 16 + pair * 4;
+    // h is written in pairs of rows k and k + FAR: where this lane's pair lies.
+    const bool writes = !(k & FAR) && row16 < (GATED ? 8 : 16) && there;
+    u8* to = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + place8(row) + place_of_pair(k);
     const u32 first_routes = GATHER ? 0 : b.shared.masks()[slot * ROUTE_WORDS];
     if (part == 0) wait_full(buffer, parity);
     auto finish = [&](int route, float up, bool ours) {
       float gate = 0;
-      if (GATED) gate = __shfl_down_sync(~0u, up, 8) * gate_factor + gate_bias;
-      up = up * up_factor + up_bias;
-      const float y = activate(up, gate, alpha, beta, limit) * H_FACTOR, far = __shfl_down_sync(~0u, y, FAR);
+      if (GATED) gate = __shfl_down_sync(~0u, up, 8) * of.gate_factor + gate_bias;
+      up = up * of.up_factor + up_bias;
+      const float y = of.activated(up, gate) * H_FACTOR, far = __shfl_down_sync(~0u, y, FAR);
       if (writes && ours) store_relaxed(to + (u64)route * ROW_OF_H, (u32)to_bf16(y) | (u32)to_bf16(far) << 16);
     };
     if (GATHER) {

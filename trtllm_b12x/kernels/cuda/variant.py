@@ -80,7 +80,7 @@ class Variant(Compilation):
 
     def files(self) -> dict[str, str]:
         sizes = [f"constexpr {type(value).__name__} {name} = {str(value).lower()};\n" for name, value in self.sizes]
-        return {**sources(), "sizes.cuh": "#pragma once\n" + "".join(sizes), "host_records.cuh": records.checks()}
+        return {**sources(self.source), "sizes.cuh": "#pragma once\n" + "".join(sizes), "host_records.cuh": records.checks()}
 
 
 def _texts(*names: str) -> dict[str, str]:
@@ -88,9 +88,9 @@ def _texts(*names: str) -> dict[str, str]:
     return {name: (Path(__file__).parent / name).read_text(encoding="utf-8") for name in names}
 
 
-def sources() -> dict[str, str]:
-    """Return the files that all variants share, by name."""
-    return _texts(_SOURCE, *(path.name for path in Path(__file__).parent.glob("*.cuh")))
+def sources(source: str = _SOURCE) -> dict[str, str]:
+    """Return the files that all variants of a source share, by name."""
+    return _texts(source, *(path.name for path in Path(__file__).parent.glob("*.cuh")))
 
 
 def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Variant, ...]:
@@ -99,16 +99,9 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     ``subnormals``: mma.sync takes those of bfloat16. Variants whose FC2 goes by slices depend on it.
     Raise ValueError if the kernel does not take a size or the layout.
     """
-    tiled, by_turns = g.layout.scales != ROWS, g.layout.fc1 == BY_TURNS
-    # 64 rows: rows of gate behind rows of up. 64 columns: where both take turns, rows of scales begin at even addresses.
-    rows, columns = 64 if tiled else 32, 64 if by_turns and form.group_size == 32 else 32
-    if g.intermediate_size % rows or g.stored_hidden % columns or (tiled and by_turns):
-        sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
-        raise ValueError(f"one launch does not take {sizes}")
+    check_sizes(g, form)
     if g.top_k > _MAX_TOP_K:
         raise ValueError(f"one launch takes at most {_MAX_TOP_K} experts a token, not {g.top_k}")
-    if g.dtype is torch.float16 and form.group_size != 16:
-        raise ValueError(f"one launch takes {g.format} in bfloat16, not float16: E8M0 scales have a larger range")
     if g.scoring is not None and g.scoring.kind == "softmax" and g.scoring.bias:
         raise ValueError("one launch takes no bias with softmax: it is not known whether logits or probabilities get it")
     if g.scoring is not None and g.num_experts * g.ranks > _MAX_SCORED:
@@ -118,6 +111,18 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     if found[-1] is None:
         raise ValueError(f"one launch of {taken[-1]} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
     return tuple(variant for variant in found if variant is not None)  # a larger one serves instead
+
+
+def check_sizes(g: Geometry, form: Format) -> None:
+    """Raise ValueError if the kernels do not take a size, the layout or the dtype."""
+    tiled, by_turns = g.layout.scales != ROWS, g.layout.fc1 == BY_TURNS
+    # 64 rows: rows of gate behind rows of up. 64 columns: where both take turns, rows of scales begin at even addresses.
+    rows, columns = 64 if tiled else 32, 64 if by_turns and form.group_size == 32 else 32
+    if g.intermediate_size % rows or g.stored_hidden % columns or (tiled and by_turns):
+        sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
+        raise ValueError(f"cuda does not take {sizes}")
+    if g.dtype is torch.float16 and form.group_size != 16:
+        raise ValueError(f"cuda takes {g.format} in bfloat16, not float16: E8M0 scales have a larger range")
 
 
 def _most_apart(g: Geometry) -> int:
@@ -141,7 +146,7 @@ def _slices(tokens: int, bits: int) -> bool:
 
 def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Variant | None:
     """Return the variant for calls of up to ``tokens`` tokens, or None if a block has not enough shared memory for it."""
-    bits, group, tiled, gather = form.code_bits, form.group_size, g.layout.scales != ROWS, tokens > _COLUMNS
+    bits, gather = form.code_bits, tokens > _COLUMNS
     # Warps that share FC1's columns, in blocks of 128 each, and rows of such warps. Each token has a warp that reads its routes.
     blocks = -(-g.stored_hidden // 128)
     split = -(-blocks // -(-blocks // (16 if gather else _WARPS)))
@@ -154,9 +159,6 @@ def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Varian
     tasks = [1]
     if gather and split * 2 >= blocks:
         tasks = [max(1, most // parts) for most in ((8, 4) if g.gated and g.intermediate_size >= 2048 else (4,))]
-    scales = 128 // group  # bytes of a row of a stage
-    if not tiled and any(size // group % scales for size in (g.stored_hidden, g.intermediate_size)):
-        scales += 4
     # On an H100, with two and with three warps that add: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one.
     adders, buffers = (2, 2) if tokens > 2 else (3, 6)
     entries = 8 if tokens == 1 else 16
@@ -174,7 +176,7 @@ def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Varian
     elif tokens * g.stored_hidden < 32 * _TASKS:  # Nemotron-3-Super at 2 tokens 63.4 us on an H100, without this choice 66.1
         choices[:1] = [(2, 1, 1, 4)] if tall else []
     for chosen, times in product(choices, tasks):
-        ring = warps * chosen[-1] * (256 * bits + 16 * scales)
+        ring = warps * chosen[-1] * bytes_of_half(g, form)
         sums = buffers * warps * min(tokens, _COLUMNS) * 64
         tiles = entries * (16 + 16 * max(parts * times, parts2))
         shared = _shared_bytes(g, tokens, ring + sums + 8 * (2 * buffers + 1 + 2 * entries), tiles, units)
@@ -183,11 +185,8 @@ def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Varian
     else:
         return None
     slices, scoring = _slices(tokens, bits), g.scoring or Scoring()
-    sizes: dict[str, float] = {"HIDDEN": g.hidden_size, "STORED_HIDDEN": g.stored_hidden, "INTERMEDIATE": g.intermediate_size}
-    sizes |= {"EXPERTS": g.num_experts, "TOP_K": g.top_k, "MAX_TOKENS": tokens, "FLOAT16": g.dtype is torch.float16}
-    sizes |= {"CODE_BITS": bits, "GROUP": group, "TILED_SCALES": tiled, "GATE_ORDER": ORDERS.index(g.layout.fc1)}
-    sizes |= {"ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "BIAS": _BIASES.index(g.bias)}
-    sizes |= {"WARPS": warps, "PARTS1": parts, "PARTS2": parts2, "TILES_A_TASK": times, "NARROW": narrow}
+    sizes = sizes_of_layer(g, form) | {"MAX_TOKENS": tokens, "WARPS": warps, "PARTS1": parts, "PARTS2": parts2, "NARROW": narrow}
+    sizes |= {"TILES_A_TASK": times}
     sizes |= zip(("HALVES1", "HALVES2", "STAGES1", "RING_HALVES"), chosen, strict=True)
     sizes |= {"BUFFERS": buffers, "ADDERS": adders, "ENTRIES": entries, "SHARED_BYTES": shared}
     sizes |= {"MOST_BLOCKS": MOST_BLOCKS, "SPIN_SECONDS": SPIN_SECONDS}
@@ -196,6 +195,23 @@ def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Varian
     sizes |= {"SCORING": _SCORING.index(scoring.kind), "RENORMALIZE": scoring.renormalize, "ROUTER_BIAS": scoring.bias}
     sizes |= {"ROUTING_FACTOR": float(scoring.factor), "HIGHER_FIRST": scoring.higher_first}
     return Variant(f"layer, {tokens} tokens", _SOURCE, tokens, tuple(sizes.items()))
+
+
+def sizes_of_layer(g: Geometry, form: Format) -> dict[str, float]:
+    """Return the constants of ``sizes.cuh`` that follow from the layer."""
+    return {
+        "HIDDEN": g.hidden_size, "STORED_HIDDEN": g.stored_hidden, "INTERMEDIATE": g.intermediate_size, "EXPERTS": g.num_experts,
+        "TOP_K": g.top_k, "FLOAT16": g.dtype is torch.float16, "CODE_BITS": form.code_bits, "GROUP": form.group_size,
+        "TILED_SCALES": g.layout.scales != ROWS, "GATE_ORDER": ORDERS.index(g.layout.fc1),
+        "ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated, "BIAS": _BIASES.index(g.bias),
+    }  # fmt: skip
+
+
+def bytes_of_half(g: Geometry, form: Format) -> int:
+    """Return the bytes of 16 rows and 128 columns of weights on their way: codes, and scales with room for uneven rows."""
+    scales = 128 // form.group_size  # of a row
+    uneven = any(size // form.group_size % scales for size in (g.stored_hidden, g.intermediate_size))
+    return 256 * form.code_bits + 16 * (scales + (4 if uneven and g.layout.scales == ROWS else 0))
 
 
 def _shared_bytes(g: Geometry, tokens: int, fixed: int, entries: int, units: int) -> int:

@@ -1,0 +1,231 @@
+"""Grouped products (``gemm.cu``) on a CPU (:mod:`tests.emulator`): numbers, groups, every order of threads, what is missing."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import emulator
+from tests.emulator import FaultError, Order, machine
+from tests.nvfp4_layer import INPUT_SCALE, distance, interleaved, random_call, random_layer
+from tests.unittest.test_cuda_emulated import LAYERS, draw, first_expert, reference_of, weights_of
+from trtllm_b12x.formats.nvfp4 import pack_fp4
+from trtllm_b12x.kernels import Geometry, MoECall
+from trtllm_b12x.kernels.catalog import KERNELS
+from trtllm_b12x.kernels.cuda import gemm, variant
+from trtllm_b12x.kernels.cuda.gemm import GemmKernel, Shape
+
+BOUND = 0.0028
+"""Relative L2 of bfloat16's rounding of the activation's result and of the output, and of float16's of the shares."""
+SMALL, TALL = Shape(16, 2, 1), Shape(40, 5, 2)
+"""Groups of 16 routes; and of 40, with a number of warps that divides nothing, in twice as many blocks."""
+TOKENS = (1, 9, 45)
+
+
+@functools.cache
+def planned(geometry: Geometry, shape: Shape = SMALL, blocks: int = 5) -> GemmKernel:
+    kind: Any = KERNELS["gemm", geometry.format][0]
+    return emulator.gemm_on_cpu(kind, geometry, weights_of(geometry), shape, blocks, first_expert(geometry))
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch)
+    monkeypatch.setattr(machine, "order", Order())
+
+
+def expected(geometry: Geometry, call: MoECall) -> torch.Tensor:
+    result: torch.Tensor = reference_of(geometry, tokens=call.x.shape[0]).run(call).float()
+    return result
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("shape", [SMALL, TALL], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers(name: str, shape: Shape, tokens: int) -> None:
+    geometry = LAYERS[name]
+    call = draw(geometry, tokens)
+    found = emulator.run(planned(geometry, shape), call)
+    assert found.dtype is geometry.dtype
+    assert distance(found, expected(geometry, call)) < BOUND
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP4 in odd rows", "MXFP8 in tiles"])
+def test_any_order(name: str) -> None:
+    """The same bits in every order, by any number of blocks, and whether or not FC2's columns are halved."""
+    geometry, call = LAYERS[name], draw(LAYERS[name], 23)
+    whole = emulator.run(planned(geometry), call)
+    for seed in range(1, 9):
+        drawn = random.Random(seed)
+        resident = drawn.choice((1, 2, 9))
+        machine.order = Order.drawn(seed, resident)
+        assert torch.equal(emulator.run(planned(geometry), call), whole), machine.order
+        # Another number of blocks may halve the columns, and adds in another order then.
+        other = emulator.run(planned(geometry, SMALL, drawn.choice((1, 2, 40))), call)
+        assert distance(other, whole.float()) < BOUND, machine.order
+
+
+def routes_of_groups(kernel: GemmKernel, call: MoECall) -> list[int]:
+    """Return the routes of each group, by the table that the kernel has written."""
+    tables: list[torch.Tensor] = []
+    launch = GemmKernel._launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GemmKernel, "_launch", lambda self, prepared: (tables.append(prepared.scratch), launch(self, prepared))[1])
+        emulator.run(kernel, call)
+    words = tables[0][: tables[0].nbytes // 4 * 4].view(torch.int32)
+    groups = words[64 : 64 + 4 * int(words[0])].view(-1, 4)
+    for expert, first, place, routes in groups.tolist():
+        assert (first >> 16) <= groups[:, 0].tolist().index(expert) + (first & 65535)
+        assert place >= 0 < routes <= kernel.held.routes  # type: ignore[union-attr]
+    return groups[:, 3].tolist()
+
+
+@pytest.mark.parametrize(
+    ("routes", "groups"),
+    [((8, 0, 0), [8]), ((16, 1, 0), [16, 1]), ((17, 9, 0), [16, 9, 1]), ((33, 32, 1), [16, 16, 16, 16, 1, 1])],
+)
+def test_groups(routes: tuple[int, ...], groups: list[int]) -> None:
+    """Those of an expert are of one size, but the last; the experts of the largest come first."""
+    geometry = Geometry(3, 1, 256, 128, "Swiglu")
+    ids = torch.arange(3).repeat_interleave(torch.tensor(routes)).int()
+    x = torch.randn(len(ids), 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    call = MoECall(
+        x, ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].view(-1, 1), torch.ones(len(ids), 1)
+    )
+    assert sorted(routes_of_groups(planned(geometry), call), reverse=True) == sorted(groups, reverse=True)
+    assert distance(emulator.run(planned(geometry), call), expected(geometry, call)) < BOUND
+
+
+def test_no_route_is_here() -> None:
+    geometry = LAYERS["NVFP4 of two ranks"]
+    x, ids, router_weights = random_call(geometry, 3)
+    assert not emulator.run(planned(geometry), MoECall(x, ids, router_weights)).any()  # this rank's experts are the second half
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP4"])
+def test_a_long_call_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts have the same bits as the whole call."""
+    geometry, call = LAYERS[name], draw(LAYERS[name], 300)
+    whole = emulator.run(planned(geometry), call)
+    monkeypatch.setattr(gemm, "MOST_ROUTES", 128 * geometry.top_k)
+    assert torch.equal(emulator.run(planned(geometry), call), whole)
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_routes_of_other_types(tokens: int) -> None:
+    geometry = LAYERS["NVFP4"]
+    x, ids, router_weights = random_call(geometry, tokens)
+    call = MoECall(x, ids.long(), router_weights.bfloat16())
+    plain = MoECall(x, ids.int(), router_weights.bfloat16().float())
+    assert torch.equal(emulator.run(planned(geometry), call), emulator.run(planned(geometry), plain))
+
+
+@pytest.mark.parametrize("swizzled", [True, False])
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4 float16"])
+def test_input_that_arrives_quantized(name: str, swizzled: bool) -> None:
+    geometry, tokens = LAYERS[name], 20
+    layer = random_layer(geometry, ratio=True)
+    kernel = emulator.gemm_on_cpu(GemmKernel, geometry, layer.kernel_weights(), SMALL, 5)
+    _, ids, router_weights = random_call(geometry, tokens)
+    codes = torch.randint(0, 16, (tokens, geometry.hidden_size), dtype=torch.uint8)
+    scales = (torch.rand(tokens, geometry.hidden_size // 16) * 100).to(torch.float8_e4m3fn)
+    magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(codes & 7).long()]
+    values = torch.where(codes >= 8, -magnitude, magnitude) * scales.float().repeat_interleave(16, 1) * INPUT_SCALE[0]
+    given = interleaved(scales.unsqueeze(0)).permute(5, 2, 4, 0, 1, 3).contiguous() if swizzled else scales
+    found = emulator.run(kernel, MoECall(pack_fp4(codes), ids, router_weights, x_sf=given, swizzled=swizzled))
+    assert distance(found, layer.expected(values, ids, router_weights)) < BOUND
+
+
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**40])
+def test_values_of_any_size(size: float) -> None:
+    """A share has its own exponent, so that router weights may be as small or large."""
+    geometry = LAYERS["MXFP4 in tiles"]
+    x, ids, router_weights = random_call(geometry, 9)
+    large = emulator.run(planned(geometry), MoECall(x, ids, router_weights * size)).float()
+    plain = emulator.run(planned(geometry), MoECall(x, ids, router_weights)).float()
+    assert distance(large / size, plain) < BOUND
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_token_that_is_not_a_number(value: float) -> None:
+    """It leaves the others as they are."""
+    geometry, call = LAYERS["W4A16"], draw(LAYERS["W4A16"], 20)
+    plain = emulator.run(planned(geometry), call)
+    call.x[4, 3] = value
+    found = emulator.run(planned(geometry), call)
+    assert not found[4].isfinite().all()
+    assert torch.equal(found[torch.arange(20) != 4], plain[torch.arange(20) != 4])
+
+
+def test_launches_of_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of two streams at once, and two of one stream behind each other in one scratch memory."""
+    geometry, kernel = LAYERS["NVFP4"], planned(LAYERS["NVFP4"])
+    calls = [draw(geometry, tokens, seed) for seed, tokens in enumerate((1, 20, 9, 33))]
+    alone = [kernel.run(call) for call in calls]
+    scratch = [torch.full((kernel.scratch_bytes(33),), 255, dtype=torch.uint8) for _ in range(2)]
+    for seed in range(1, 6):
+        machine.order = Order.drawn(seed, random.Random(seed).choice((1, 3, 9)))
+        found = []
+        with machine.together():
+            for number, call in enumerate(calls):
+                monkeypatch.setattr(machine, "stream", 1 + number % 2)
+                found.append(kernel.run(call._replace(scratch=scratch[number % 2])))
+        assert all(map(torch.equal, found, alone)), machine.order
+
+
+BITS = "other bits"
+MISSING: dict[str, tuple[tuple[str, str, str], str]] = {
+    "a stage is waited for": (("gemm_products.cuh", "copy_wait<2 * STAGES - 3>();", ";"), "a copy"),
+    "a stage is there for all": (
+        ("gemm_products.cuh", "__syncthreads();\n      ask_for_routes();", "ask_for_routes();"),
+        "a race|other bits",
+    ),
+    "the list is there for all": (("gemm_products.cuh", "    __syncthreads();\n  }", "  }"), "a copy|a race"),
+    "FC2 waits for h": (("gemm_products.cuh", "if (phase == FC2) wait_for_launch_ahead();", ""), BITS),
+    "the sum waits for shares": (
+        ("gemm.cu", "const Workspace w(call);\n  wait_for_launch_ahead();", "const Workspace w(call);"),
+        BITS,
+    ),
+    "columns beyond the last are zeros": (
+        ("gemm_products.cuh", "const bool there = WHOLE ||", "const bool there = true ||"),
+        BITS,
+    ),
+    "routes beyond the last are not written": (
+        ("gemm_products.cuh", "if (8 * n + 2 * t + j < (int)of.routes())", "if (true)"),
+        BITS,
+    ),
+    "tokens of the next tile": (
+        ("gemm_products.cuh", "const Tile next = tile_at(of_routes.tile + 1);", "const Tile next = tile_at(of_routes.tile);"),
+        BITS,
+    ),
+}
+UNEVEN = Geometry(6, 4, 320, 160, "SwigluBias", bias=torch.bfloat16, format="MXFP4")
+"""In 128x4 tiles: rows and columns of neither matrix fill them."""
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_what_is_missing_shows(missing: str) -> None:
+    """Each rule of the kernel is needed: without it some order of some call differs, or the emulator finds a fault."""
+    (file, rule, by), sign = MISSING[missing]
+    source = variant.sources(gemm.SOURCE)[file]
+    assert source.count(rule) == 1, rule
+    geometry = replace(UNEVEN, intermediate_size=192)
+    kind: Any = KERNELS["gemm", geometry.format][0]
+    weights = weights_of(geometry)
+    changed = emulator.gemm_on_cpu(kind, geometry, weights, SMALL, 2, changed={file: source.replace(rule, by)})
+    whole, call = planned(geometry, SMALL, 2), draw(geometry, 33)
+    first = emulator.run(whole, call)
+    found = set()
+    for seed in range(12):
+        machine.order = replace(Order.drawn(seed, 4), races=seed % 2 == 0)
+        try:
+            if not torch.equal(emulator.run(changed, call), first):
+                found.add(BITS)
+        except FaultError as fault:
+            found.add(str(fault).split(": ", 1)[1])
+    assert any(text.startswith(each) for text in found for each in sign.split("|")), found

@@ -1,0 +1,93 @@
+// What the host hands over. A field of Layer or Call is also one of `records.py`, which writes `host_records.cuh`:
+// sizes and offsets agree.
+#pragma once
+#include "numbers.cuh"
+
+struct Layer {
+  const u8 *w1, *s1;                       // codes and block scales
+  const float *alpha1, *halves1, *input1;  // NVFP4: scales of an expert, of its up and gate, and of its input
+  const u8 *w2, *s2;
+  const float *alpha2, *input2;
+  const void *bias1, *bias2;
+  const float *swiglu_alpha, *swiglu_beta, *swiglu_limit;
+  volatile u32* stuck;  // in host memory: tokens of a launch that was stopped
+  int step1, step2;     // from an expert's input scale to the next one's: 1, or 0 if all have one
+  int first;            // this rank's first expert
+};
+
+struct Call {
+  const u8 *x, *x_sf;                // x_sf: scales of x in FP4, as the host has quantized it, else null
+  const void *ids, *router_weights;  // (tokens, TOP_K); FROM_LOGITS: logits (tokens, ALL_EXPERTS), ROUTER_BIAS's floats
+  u16* out;
+  u8* workspace;
+  int tokens;
+  int wide_ids;     // ids are int64, else int32
+  int weight_type;  // router weights, or logits: 0 float32, 1 bfloat16
+  int swizzled;     // x_sf lies in 128x4 tiles
+};
+
+#include "host_records.cuh"
+
+// ---- routes
+DEVICE int local_expert(const Layer& layer, long long id) {
+  const long long local = id - layer.first;
+  return local >= 0 && local < EXPERTS ? (int)local : -1;
+}
+// Where the id of a route's expert lies.
+DEVICE const u8* id_of(const Call& call, u32 route) { return (const u8*)call.ids + route * (call.wide_ids ? 8 : 4); }
+DEVICE int local_expert_at(const Layer& layer, const u8* id, bool wide) {
+  return local_expert(layer, wide ? *(const long long*)id : (long long)*(const int*)id);
+}
+DEVICE float router_weight(const Call& call, u32 route) {
+  return call.weight_type ? from_bf16(((const u16*)call.router_weights)[route])
+                          : ((const float*)call.router_weights)[route];
+}
+
+// Where the scales of x in FP4 lie from a column on, a multiple of 16.
+DEVICE u32 scales_of_x(const Call& call, int token, int column) {
+  return call.swizzled ? scale_tile<(HIDDEN + 63) / 64>(token, column >> 6) + (column >> 4 & 3)
+                       : (u32)(token * HIDDEN + column) / 16;
+}
+
+// ---- factors of an expert's products, and the activation
+// What NVFP4 multiplies FC2's products of an expert by.
+DEVICE float scale2_of(const Layer& layer, int expert) {
+  return layer.alpha2[expert] * layer.input2[expert * layer.step2];
+}
+// The activation of an up and, if there is one, its gate. NaN stays NaN.
+DEVICE float activate(float up, float gate, float alpha, float beta, float limit) {
+  if (ACTIVATION == SWIGLU) return __fdividef(gate, 1.f + __expf(-gate)) * up;
+  if (ACTIVATION == SWIGLU_BIAS) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return gate / (1.f + __expf(-alpha * gate)) * (up + beta);
+  }
+  if (ACTIVATION == GEGLU) return 0.5f * gate * (1.f + erff(gate * 0.7071067811865476f)) * up;
+  if (ACTIVATION == RELU2) {
+    const float positive = up < 0 ? 0.f : up;
+    return positive * positive;
+  }
+  if (ACTIVATION == SILU) return up / (1.f + __expf(-up));
+  return 0.5f * up * (1.f + erff(up * 0.7071067811865476f));
+}
+// What products of FC1 are multiplied by, and the activation's constants, of one expert. `codes`: what codes are
+// smaller by than they should be.
+struct FactorsOfFc1 {
+  float up_factor, gate_factor, alpha = 1, beta = 0, limit = 0;
+  DEVICE FactorsOfFc1(const Layer& layer, const Call& call, int expert, float codes) {
+    up_factor = gate_factor = codes * (NVFP4 && call.x_sf ? 256.f : 1.f);
+    if (GROUP == 16) {
+      const float all = layer.alpha1[expert], input = layer.input1[expert * layer.step1];
+      const float up = GATED ? layer.halves1[expert] : all, gate = GATED ? layer.halves1[EXPERTS + expert] : all;
+      const bool recorded = fmaxf(up, gate) == all;  // by the load; else somebody has written alpha since
+      up_factor *= (recorded ? up : all) * input;
+      gate_factor *= (recorded ? gate : all) * input;
+    }
+    if (ACTIVATION == SWIGLU_BIAS) {
+      alpha = layer.swiglu_alpha[expert];
+      beta = layer.swiglu_beta[expert];
+      limit = layer.swiglu_limit[expert];
+    }
+  }
+  DEVICE float activated(float up, float gate) const { return activate(up, gate, alpha, beta, limit); }
+};

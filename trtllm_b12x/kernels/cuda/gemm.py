@@ -1,0 +1,261 @@
+"""Layers of many routes an expert (``gemm.cu``): grouped products of 16-bit activations, for calls of any size.
+
+NVFP4, W4A16_NVFP4, MXFP4 and MXFP8, on the host's own tensors. Numbers are those of the one launch (``decode.py``). Scratch
+memory is the call's, or comes from torch's allocator call by call: of a token its x, and of a route the activation's result and
+a share of the output, 2 bytes a value (48 MB for 8,192 routes of Qwen3-30B-A3B). Calls of more than 16,384 routes run in parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from trtllm_b12x.core.log import logger
+from trtllm_b12x.decision import Environment, families
+from trtllm_b12x.formats import constants
+from trtllm_b12x.kernels import Geometry, MoECall, driver
+from trtllm_b12x.kernels import reference as in_torch
+from trtllm_b12x.kernels.cards import Card, warmup_command
+from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory
+from trtllm_b12x.kernels.plans import OwnKernel, Plan
+from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
+
+from . import records
+from .variant import Variant, check_sizes, load, sizes_of_layer
+
+SOURCE = "gemm.cu"
+KERNELS = ("prepare", "fc1", "fc2", "sum")
+_SIZES = ("workspace_bytes", "token_bytes", "route_bytes", "share_bytes", "halved_routes")
+"""Bytes of the scratch memory: without tokens, of a token, a route and a share; and routes up to which a route has two."""
+MOST_ROUTES = 16384
+"""Of a launch, as ``gemm_routes.cuh`` has it."""
+_MOST_EXPERTS = 1024
+_STAGES = 2
+_PREPARING, _SUMMING = 2, 8
+"""Blocks a multiprocessor."""
+_LARGE = 200 << 10
+"""Bytes of shared memory of a multiprocessor (Hopper) for which ``_SHAPES`` are meant; else ``_SMALL_SHAPES``."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How ``fc1`` and ``fc2`` share the work."""
+
+    routes: int
+    """Maximum number of routes for which a weight is decoded once."""
+    warps: int
+    blocks: int
+    """Blocks a multiprocessor."""
+
+    def __str__(self) -> str:
+        return f"{self.routes}x{self.warps}x{self.blocks}"
+
+
+_SHAPES = {bits: (Shape(32, 4, 4), Shape(64, 4, 3), Shape(96, 4, 2)) for bits in (4, 8)}
+_SMALL_SHAPES = {4: (Shape(32, 16, 1), Shape(64, 8, 1), Shape(96, 8, 1)), 8: (Shape(32, 8, 1), Shape(64, 6, 1), Shape(96, 4, 1))}
+"""By the bits of a code, in the order of the routes an expert that they are for. Measured on an H200, the latter because they
+fit into SM12x's 99 KB: docs/many-routes.md."""
+_ENDS = (24, 48)
+"""Routes an expert up to which the first and the second are for; each is proposed up to half as far again, and from half on."""
+
+
+@dataclass
+class GemmPlan(Plan):
+    functions: dict[Shape, dict[str, driver.Function]]
+    sizes: dict[Shape, list[int]] = field(default_factory=dict)
+    """Constants of each shape's module, see ``_SIZES``."""
+
+    def bytes_of(self, shape: Shape, tokens: int, top_k: int) -> int:
+        """Return the bytes of the scratch memory of a launch."""
+        if shape not in self.sizes:
+            self.sizes[shape] = list(map(self.functions[shape]["fc1"].module.constant, _SIZES))
+        fixed, of_token, of_route, of_share, halved = self.sizes[shape]
+        routes = tokens * top_k
+        return fixed + tokens * of_token + routes * of_route + routes * of_share * (2 if routes <= halved else 1)
+
+
+class GemmKernel(OwnKernel):
+    """Of NVFP4 layers."""
+
+    features = families.gemm(Environment())
+    reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
+    held: Shape | None = None
+    """Shape of every call; None: the first of ``proposals``."""
+    _plan: GemmPlan
+    _launches: dict[Shape, list[tuple[Any, ...]]]
+    """Launches of unquantized and of quantized input."""
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        """Compile the shapes that calls of up to ``capacity`` tokens take, or share what another layer compiled."""
+        self.describe(geometry, capacity, device)
+        self._share((type(self), geometry, self.shapes(), str(device)), self._make_plan)
+
+    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        super().describe(geometry, capacity, device)
+        check_sizes(geometry, self.number_format())
+        if geometry.num_experts > _MOST_EXPERTS:
+            raise ValueError(f"gemm takes at most {_MOST_EXPERTS} experts, not {geometry.num_experts}")
+        self.target = f"sm_{self.card.capability}a"
+
+    # ---- shapes
+
+    def _known(self) -> tuple[Shape, ...]:
+        return (_SHAPES if self.card.shared_memory >= _LARGE else _SMALL_SHAPES)[self.number_format().code_bits]
+
+    def proposals(self, tokens: int) -> tuple[Shape, ...]:
+        """Return the shapes for a call of so many tokens, the one to take unmeasured first."""
+        g, known = self.geometry, self._known()
+        each = min(tokens, self._most_tokens) * g.top_k / (g.num_experts * g.ranks)
+        at = sum(each > end for end in _ENDS)
+        near = [known[i + (i >= at)] for i, end in enumerate(_ENDS) if end / 2 < each <= end * 1.5]
+        return known[at], *near
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes that some call of up to ``capacity`` tokens takes."""
+        g, known = self.geometry, self._known()
+        most = min(self.capacity, self._most_tokens) * g.top_k / (g.num_experts * g.ranks)
+        return known[: 1 + sum(most > end / 2 for end in _ENDS)]
+
+    @property
+    def _most_tokens(self) -> int:
+        """Maximum number of tokens of a launch: a multiple of 128, as scales of quantized input lie, unless it is less."""
+        most = MOST_ROUTES // self.geometry.top_k
+        return most // 128 * 128 or most
+
+    def variants(self) -> tuple[Variant, ...]:
+        return tuple(map(self.variant, self.shapes()))
+
+    def variant(self, shape: Shape) -> Variant:
+        blocks = self.card.multiprocessors * shape.blocks
+        sizes = sizes_of_layer(self.geometry, self.number_format())
+        sizes |= {"HALVES1": 2, "HALVES2": 2, "NARROW": False, "TILES_A_TASK": 1, "STAGES": _STAGES, "GROUP_ROUTES": shape.routes}
+        sizes |= {"WARPS": shape.warps, "PARTS1": shape.warps, "PARTS2": shape.warps, "BLOCKS_A_SM": shape.blocks}
+        # A list of tiles for fewer blocks is longer than it need be. Then cards share cubins.
+        sizes["FEWEST_BLOCKS"] = 1 << (blocks.bit_length() - 1)
+        return Variant(f"gemm, {shape}", SOURCE, shape.routes, tuple(sizes.items()))
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
+        kernel = cls(card)
+        kernel.describe(geometry, MOST_ROUTES, torch.device("cuda"))
+        return (variant.assembled(kernel.target) for variant in kernel.variants()[:1])  # the others are the same source
+
+    def _make_plan(self) -> GemmPlan:
+        started, shapes = time.monotonic(), self.shapes()
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream()  # makes the context that modules are loaded into
+            modules = map(driver.Module, load(self.variants(), self.target, warmup_command(self.geometry, self.card)))
+            functions = {shape: functions_of(module) for shape, module in zip(shapes, modules, strict=True)}
+        logger.info("gemm kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
+        return GemmPlan(functions)
+
+    def bind(self, weights: Any, first_expert: int = 0) -> None:
+        check(self.geometry, weights)
+        s, none = scalars_of(self.geometry, weights), constants.filled(0, (1,), weights.device)
+        fc1 = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
+        fc2 = weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input
+        rest = *fc2, *s.biases, *s.swiglu, none
+        self._tensors = (*fc1, s.fc1_input, s.one, *rest)
+        layers = [
+            records.Layer(*(tensor.data_ptr() for tensor in (*fc1, scale, *rest)), step, s.steps[1], first_expert)
+            for scale, step in ((s.fc1_input, s.steps[0]), (s.one, 0))
+        ]
+        self._launches = {
+            shape: [
+                tuple(functions[name].launcher(self._blocks(shape, name), layer, records.CALL) for name in KERNELS)
+                for layer in layers
+            ]
+            for shape, functions in self._plan.functions.items()
+        }
+        self.weights, self.first_expert = weights, first_expert
+
+    def _blocks(self, shape: Shape, name: str) -> int:
+        return self.card.multiprocessors * {"prepare": _PREPARING, "sum": _SUMMING}.get(name, shape.blocks)
+
+    # ---- what serves
+
+    def forms(self) -> Mapping[str, GemmKernel]:
+        return {str(shape): self._holding(shape) for shape in self._plan.functions}
+
+    def _holding(self, shape: Shape) -> GemmKernel:
+        kernel = copy.copy(self)
+        kernel.held = shape
+        return kernel
+
+    def _test(self) -> list[SelfTestResult] | None:
+        """Test each shape with one whole group of an expert more than it takes at once, as far as calls have so many tokens."""
+        tested: dict[int, list[GemmKernel]] = {}
+        for shape in self._plan.functions:
+            for tokens in (1, shape.routes + 9):
+                tested.setdefault(min(tokens, self.capacity), []).append(self._holding(shape))
+        return run_quick_self_test(self, self.reference(), self.first_expert, tested)
+
+    def serves(self, tokens: int) -> bool:
+        tested = self._plan.tested or (self._plan.untestable and self.features.every_count)
+        return tested and super().serves(tokens) and (self.held is None or self.held in self.proposals(tokens))
+
+    def summary(self) -> tuple[str, ...]:
+        return (*super().summary(), *self._pending())
+
+    def scratch_bytes(self, tokens: int) -> int:
+        tokens = min(tokens, self.capacity, self._most_tokens)
+        return max(self._plan.bytes_of(shape, tokens, self.geometry.top_k) for shape in self._plan.functions)
+
+    # ---- calls
+
+    def _launch(self, call: MoECall) -> None:
+        tokens, out = call.x.shape[0], call.out
+        assert out is not None
+        parts = -(-tokens // self._most_tokens)
+        step = tokens if parts == 1 else -(-tokens // parts // 128) * 128  # all parts about as long
+        for first in range(0, tokens, step):
+            part = call if parts == 1 else call.of_tokens(first, min(first + step, tokens))
+            self._launch_part(part, out[first : first + step] if parts > 1 else out)
+
+    def _launch_part(self, call: MoECall, out: torch.Tensor) -> None:
+        x, ids, router_weights, x_sf, swizzled, _, memory = call[:7]
+        tokens, shape = x.shape[0], self.proposals(x.shape[0])[0] if self.held is None else self.held
+        if not 0 < tokens <= self.capacity:
+            raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
+        size = self._plan.bytes_of(shape, tokens, self.geometry.top_k)
+        if memory is None or memory.nbytes < size:
+            memory = torch.empty(size, dtype=torch.uint8, device=x.device)
+        stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+        if stream and torch.cuda.is_current_stream_capturing():
+            self._plan.functions[shape]["fc1"].module.keep()
+        for launch in self._launches[shape][x_sf is not None]:
+            launch(
+                stream, x.data_ptr(), 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(),
+                out.data_ptr(), memory.data_ptr(), tokens, ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16,
+                1 if swizzled else 0,
+            )  # fmt: skip
+
+
+def functions_of(module: Any, kind: Any = driver.Function) -> dict[str, Any]:
+    """Return the kernels of a module by name."""
+    return {name: kind(module, name, f"{name}_") for name in KERNELS}
+
+
+class GemmW4A16Kernel(GemmKernel):
+    features = families.gemm_w4a16(Environment())
+    reference = in_torch.W4A16UnquantizedReferenceKernel
+
+
+class GemmMXFP4Kernel(GemmKernel):
+    features = families.gemm_mxfp4(Environment())
+    reference = in_torch.MXFP4UnquantizedReferenceKernel
+
+
+class GemmMXFP8Kernel(GemmKernel):
+    features = families.gemm_mxfp8(Environment())
+    reference = in_torch.MXFP8UnquantizedReferenceKernel

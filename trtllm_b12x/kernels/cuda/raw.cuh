@@ -1,0 +1,39 @@
+// Codes to the tensor cores as they are, for slices (slices.cuh): what sums are then multiplied by.
+#pragma once
+#include "call.cuh"
+#include "config.cuh"
+
+// By slices (FC1 of ONE_TOKEN, FC2 where SLICES2) codes go to the tensor cores as they lie in bfloat16's bits: FP4
+// 2^-126 times as large, a subnormal, and E4M3 2^-120 times. The other operand, x or h, is 2^60 times as large: so
+// products are numbers of float32 unless they are below 2^-60. |x| or |h| of 2^68 or more becomes infinite, and sums
+// infinite or NaN. In float16 FP4 is 2^-14 times as large, and x stays. Block scales multiply sums, in float32: what is
+// then below 2^-83 in FP4, or 2^-89 in E4M3, becomes zero. Without SUBNORMALS the tensor cores take subnormals as
+// zeros: codes are made 2^126 or 2^120 times as large first, and x and h stay.
+constexpr bool RAW_X = FLOAT16 || !SUBNORMALS;
+constexpr u32 ONES = 0x3f803f80u, TWO_TO_60 = 0x5d805d80u, TWO_TO_126 = 0x7e807e80u;  // pairs
+// What sums of FC1 and of FC2 are multiplied by, and h when it is stored.
+constexpr float FACTOR2 = !SLICES2 ? CODE_FACTOR : !SUBNORMALS ? 1.f : CODE_BITS == 4 ? 0x1p66f : 0x1p60f;
+constexpr float FACTOR1 = !ONE_TOKEN ? CODE_FACTOR : FLOAT16 ? 0x1p14f : FACTOR2;
+constexpr float H_FACTOR = SLICES2 && SUBNORMALS ? 0x1p60f : 1.f;
+
+template <bool float16>
+DEVICE void raw4(u32 word, u32* pairs) {
+  if (float16 || SUBNORMALS) return codes4<float16>(word, pairs);
+  decode4<false>(word, {TWO_TO_126, MINUS_ZEROS}, pairs);
+}
+DEVICE void raw8(u32 word, u32* pairs) {
+  if (SUBNORMALS) return codes8(word, pairs);
+  decode8(word, {ONES, MINUS_ZEROS}, pairs);
+}
+// Two block scales in float32: E4M3, or E8M0, where 255 is NaN and 0 is 2^-127, a subnormal.
+DEVICE void scales_of(u32 bytes, float& first, float& second) {
+  if (GROUP == 16) {
+    const u32 halves = e4m3x2_to_f16x2(bytes);
+    first = from_f16((u16)halves);
+    second = from_f16((u16)(halves >> 16));
+    return;
+  }
+  auto value = [](u32 byte) { return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u); };
+  first = value(bytes & 255);
+  second = value(bytes >> 8 & 255);
+}
