@@ -85,16 +85,21 @@ def answer(model: Model) -> str:
     """Return which families serve the layers, or why none does."""
     if model.compressed and model.compressed not in compressed_tensors.MAPPED:
         return "no: TensorRT-LLM's weight mapper does not rename its tensors"
-    rows = families.rows(("cuda", "b12x", "triton", "grouped"), model.shape.quant_algo)
+    rows = families.rows(("cuda", "b12x", "triton", "gemm", "grouped"), model.shape.quant_algo)
     kernels = {family.name: family.features(CARD) for family in rows}
     resolution = resolve(model.shape, Deployment(ep_size=1, tp_size=1), CARD, kernels)
     if not resolution.served:
         return "no: " + ", ".join(dict.fromkeys(rejection.reason.name for _, rejection in resolution.refused))
     served = [kernels[name] for name in resolution.families]
     decode = [f"`{f.name}`" for f in served if not f.measured_from and not f.every_count]
-    every = any(f.every_count for f in served)
-    prefill = "`grouped`" if every else "CUTLASS or `grouped`" if any(f.measured_from for f in served) else "CUTLASS"
-    return f"yes: decode on {', '.join(decode[:-1])} or {decode[-1]}, prefill on {prefill}"
+    prefill = [f"`{f.name}`" for f in served if f.measured_from or f.every_count]
+    if not any(f.every_count for f in served):
+        prefill.insert(0, "CUTLASS")
+    return f"yes: decode on {_listed(decode)}, prefill on {_listed(prefill)}"
+
+
+def _listed(names: list[str]) -> str:
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def served() -> list[str]:

@@ -346,13 +346,13 @@ def _every_layer(found: dict[str, dict[str, Any]]) -> list[str]:
             head = f"One {results['format']} layer by tokens, microseconds (share of the bandwidth of a copy), [{file}]({file}):"
             text += _by_tokens(head, dict(sorted(cells.items())))
     if "vllm.json" in found:
-        head = (
-            "One layer inside vLLM by tokens, microseconds, by `cuda` (c), `triton` (t) or `grouped` (g), [vllm.json](vllm.json):"
-        )
+        letters = {"cuda": "c", "triton": "t", "gemm": "m", "grouped": "g"}
+        families = ", ".join(f"`{family}` ({letter})" for family, letter in letters.items())
+        head = f"One layer inside vLLM by tokens, microseconds, by {families}, [vllm.json](vllm.json):"
         cells = {}
         for line in found["vllm.json"]["layers"]:
             name = f"{line['model']}, {line['format']}"
-            cells[name, "ours", line["tokens"]] = f"{line['ours us']:.0f} {line['kernel'][0]}"
+            cells[name, "ours", line["tokens"]] = f"{line['ours us']:.0f} {letters[line['kernel'].split()[0]]}"
             cells[name, "vLLM's Marlin", line["tokens"]] = f"{line['marlin us']:.0f}"
         text += _by_tokens(head, cells)
     return text

@@ -25,7 +25,7 @@ GEOMETRY = {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_s
 SIZES = ("--experts", "128", "--top-k", "8", "--hidden", "2048", "--intermediate", "768")
 CARDS = {"RTX PRO 6000": (120, 188), "RTX 5090": (120, 170), "GB10": (121, 48)}
 """Capability and multiprocessors."""
-OURS = {"cuda": 64, "triton": 256, "grouped": 8192}
+OURS = {"cuda": 64, "triton": 256, "gemm": 8192, "grouped": 8192}
 SETS = (("NVFP4", OURS), ("NVFP4", {"b12x": 128}), ("MXFP8", OURS))
 """Format, and families in the order of their plans with the tokens that a server plans for."""
 

@@ -15,7 +15,7 @@ from benchmarks.on_card.steps import DONE, Step, write_json, write_text
 from benchmarks.peers import pages, plots
 
 FORM = 1
-TURN_OFF = "TRTLLM_B12X=0 turns the package off, TRTLLM_B12X_KERNELS=triton,grouped leaves out one family, here cuda"
+TURN_OFF = "TRTLLM_B12X=0 turns the package off, TRTLLM_B12X_KERNELS=triton,gemm,grouped leaves out one family, here cuda"
 _PLOT = "kernels.png"
 _ISSUE_VERSIONS = ("trtllm-b12x", "tensorrt-llm", "vllm", "flashinfer-python", "nvidia-cutlass-dsl", "torch", "triton")
 _IN_VLLM = ("ours us", "marlin us")

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.vllm OUT`` writes ``OUT/vllm.json`` and prints a line for each token count. Graphs cycle through several
 layers, so that no weight is in the L2 cache. Marlin's gpt-oss is padded as vLLM pads it, without the time of padding x. vLLM must
-be importable. Hopper counts as SM120, and NVFP4 runs there as W4A16_NVFP4.
+be importable. Hopper counts as SM120, and NVFP4 runs there as W4A16_NVFP4. Our kernels are ``cuda`` and ``gemm`` alone, unless
+TRTLLM_B12X_KERNELS names others: Triton's use an instruction of Hopper (wgmma) that no SM12x card has.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from benchmarks.peers.layers import REPLAYS, draw
 from benchmarks.peers.ours import host_microseconds
 from tests.integration.vllm import layers as vllm_layers
 from trtllm_b12x.core import settings
+from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.timing import graph_seconds
 from trtllm_b12x.engines.vllm import facts, plugin
 from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.cuda import gemm
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 LAYERS = 3
@@ -37,6 +40,8 @@ CASES = (
     ("Qwen3-30B-A3B", "NVFP4", (128, 8, 2048, 768), "silu"),
     ("Qwen3.6-35B-A3B", "W4A16_NVFP4", (256, 8, 2048, 512), "silu"),
     ("gpt-oss-120b", "MXFP4", (128, 4, 2880, 2880), "swigluoai"),
+    ("gpt-oss-20b", "MXFP4", (32, 4, 2880, 2880), "swigluoai"),
+    ("Mixtral-8x7B", "W4A16_NVFP4", (8, 2, 4096, 14336), "silu"),
 )
 """Name, format, number of experts, experts per token, hidden and intermediate size, and vLLM's activation. gpt-oss has biases."""
 
@@ -82,8 +87,8 @@ def measure(
         on_device = [(i, ids.cuda()) for i, ids in calls]
         expected = drawn.expected(x, weights, on_device[0][1], activation)
         row: dict[str, Any] = {"model": name, "format": form, "tokens": tokens}
-        kernel = ours.dispatch.schedule.at(tokens)
-        row["kernel"] = "" if kernel is None else kernel.features.name
+        path = ours.dispatch.schedule.path(tokens)
+        row["kernel"] = ours.dispatch.schedule.base if path == HOST else path
         for who, pairs in built.items():
             padded = torch.nn.functional.pad(x, (0, pairs[0][1].hidden_size - hidden))
 
@@ -107,11 +112,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=90, help="time to measure one model, once its kernels are compiled")
     parser.add_argument("--only", default="", help="part of a format's name")
-    parser.add_argument("--model", default="", help="a model of the table, such as Qwen3-30B-A3B")
+    parser.add_argument("--model", default="", help="models of the table, such as Qwen3-30B-A3B,gpt-oss-20b")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=TOKENS, help="such as 1,8,64")
+    parser.add_argument("--sm12x", action="store_true", help="only kernels that fit into SM12x's 99 KB of shared memory")
     options = parser.parse_args()
     require_gpu()
     os.environ[settings.HOPPER.name] = "1"
+    os.environ.setdefault(settings.KERNELS.name, "cuda,gemm")
+    if options.sm12x:
+        gemm.SHAPES = gemm.SMALL_SHAPES
     plugin.register()
     options.out.mkdir(parents=True, exist_ok=True)
     properties = torch.cuda.get_device_properties(0)
@@ -119,7 +128,7 @@ def main() -> None:
     report: dict[str, Any] = {"gpu": properties.name, "versions": versions, "layers": []}
     with vllm_layers.vllm_config("cuda"), torch.no_grad():
         for case in CASES:
-            if options.only not in case[1] or options.model not in ("", case[0]):
+            if options.only not in case[1] or (options.model and case[0] not in options.model.split(",")):
                 continue
             try:
                 for row in measure(*case, options.tokens, options.seconds):

@@ -304,7 +304,7 @@ def gemm_on_cpu(
     kernel.describe(geometry, LARGEST, torch.device("cuda"))
     kernel.device, kernel.held = torch.device("cpu"), shape
     module = Module({**kernel.variant(shape).files(), **(changed or {})}, main_of(gemm.SOURCE, *gemm.KERNELS))
-    kernel._plan = GemmPlan({shape: gemm.functions_of(module, Function)}, tested=True)  # type: ignore[arg-type]
+    kernel._plan = GemmPlan({shape: gemm.functions_of(module, Function)}, tested=True)
     kernel.bind(weights, first_expert)
     return kernel
 

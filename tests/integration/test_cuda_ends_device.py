@@ -218,7 +218,7 @@ def test_a_launch_that_does_not_end() -> None:
     run = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode, run.stderr
     assert "8 tokens of 32 local experts, top 8, 2048 x 768" in run.stderr
-    assert "Restart with TRTLLM_B12X_KERNELS=b12x,triton,grouped" in run.stderr
+    assert "Restart with TRTLLM_B12X_KERNELS=b12x,triton,gemm,grouped" in run.stderr
 
 
 @pytest.mark.parametrize("routes", ROUTES, ids=lambda routes: f"{routes.ranks} ranks, {routes.kept}")

@@ -24,6 +24,7 @@ from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel
+from trtllm_b12x.kernels.cuda.gemm import GemmKernel, GemmMXFP4Kernel, GemmMXFP8Kernel, GemmW4A16Kernel
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
@@ -48,17 +49,22 @@ KINDS: dict[tuple[str, str], type[Any]] = {
     ("triton", "W4A16_NVFP4"): TritonW4A16Kernel,
     ("triton", "MXFP4"): TritonMXFP4Kernel,
     ("triton", "MXFP8"): TritonMXFP8Kernel,
+    ("gemm", "NVFP4"): GemmKernel,
+    ("gemm", "W4A16_NVFP4"): GemmW4A16Kernel,
+    ("gemm", "MXFP4"): GemmMXFP4Kernel,
+    ("gemm", "MXFP8"): GemmMXFP8Kernel,
     ("grouped", "NVFP4"): GroupedNVFP4Kernel,
     ("grouped", "W4A16_NVFP4"): GroupedW4A16Kernel,
     ("grouped", "MXFP4"): GroupedMXFP4Kernel,
     ("grouped", "MXFP8"): GroupedKernel,
 }
-BOUNDS = {"cuda": 0.004, "triton": 0.004, "grouped": 0.005}
+BOUNDS = {"cuda": 0.004, "triton": 0.004, "gemm": 0.004, "grouped": 0.005}
 TOKEN_BOUNDS = {"grouped": 0.006, "grouped NVFP4": 0.02}
 """For the worst token of a call. One that lacks 8 of 512 columns is off by 0.125. In FP4 a code of h may round differently."""
 TOKENS = {
     "cuda": (1, 2, 3, 5, 7, 8, 9, 16, 33, 64),
     "triton": (1, 2, 7, 8, 16, 33, 63, 128, 256),
+    "gemm": (1, 8, 33, 64, 128, 300, 1024, 4096, 8192),
     "grouped": (1, 33, 64, 128, 300, 1024, 4096),
 }
 SIZES = {
@@ -66,6 +72,10 @@ SIZES = {
     ("cuda", "W4A16_NVFP4"): [(256, 128), (2816, 384), (2048, 512)],
     ("cuda", "MXFP4"): [(160, 128), (2880, 768), (4096, 256)],
     ("cuda", "MXFP8"): [(128, 64), (2816, 704), (2048, 192), (384, 1408)],
+    ("gemm", "NVFP4"): [(160, 64), (2880, 2880), (512, 192), (544, 2688), (7168, 256)],
+    ("gemm", "W4A16_NVFP4"): [(256, 128), (2816, 384), (2048, 512)],
+    ("gemm", "MXFP4"): [(160, 128), (2880, 768), (4096, 256)],
+    ("gemm", "MXFP8"): [(256, 64), (2816, 704), (2048, 192), (384, 1408)],
     ("triton", "NVFP4"): [(144, 80), (2880, 720), (512, 192), (272, 2688), (7168, 256)],
     ("grouped", "NVFP4"): [(2816, 704), (192, 64)],
     ("triton", "W4A16_NVFP4"): [(192, 80), (2816, 352), (2048, 512)],
@@ -150,7 +160,7 @@ def test_numbers(kind: Kind, activation: str) -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("family", ["cuda", "triton"])
+@pytest.mark.parametrize("family", ["cuda", "triton", "gemm"])
 def test_float16(family: str, large: bool) -> None:
     layer = random_layer(Geometry(8, 2, 512, 256, "Swiglu", torch.float16), "cuda")
     if large:  # products of gate and up beyond what float16 holds
@@ -170,7 +180,7 @@ def test_float16(family: str, large: bool) -> None:
 def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
     geometry = geometry_of(kind, 8, 3, *sizes, activation="Swiglu")
     kernel, yardstick = planned(kind, geometry)
-    for tokens in counts(kind, 1, 5, 8, 63, *((200, 700) if kind[0] == "grouped" else ())):
+    for tokens in counts(kind, 1, 5, 8, 63, *((200, 700) if kind[0] in ("gemm", "grouped") else ())):
         call = drawn(kind, geometry, tokens)
         assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
 
@@ -249,7 +259,7 @@ def test_reruns_graphs_quantized_input_and_neighbors(kind: Kind) -> None:
 
 @pytest.mark.parametrize("order", [formats.GATE_UP, formats.BY_TURNS])
 @pytest.mark.parametrize("form", ["W4A16_NVFP4", "MXFP4", "MXFP8"])
-@pytest.mark.parametrize("family", ["cuda", "triton"])
+@pytest.mark.parametrize("family", ["cuda", "triton", "gemm"])
 def test_rows_as_vllm_has_them(family: str, form: str, order: str) -> None:
     """Gate before up or by turns, scales in rows, gpt-oss's bias and constants; a code's neighbors are another half's."""
     layout = formats.WeightLayout(formats.ROWS, order)
@@ -278,7 +288,9 @@ def test_every_scale(kind: Kind) -> None:
     kernel.bind(weights)
     smallest = 2.0**-89 if kind[0] == "cuda" else 1e-38  # slices of cuda have zero below
     # What Triton multiplies as bfloat16 takes 2**-127 for zero.
-    for byte in (*((0,) if kind[0] != "grouped" or kernel._native else ()), 1, 30, 100, 140, 254, 255):
+    small = (0,) if kind[0] != "grouped" or kernel._native else ()
+    large = () if kind[0] == "gemm" else (254,)  # gemm's are infinite from 2**68 on
+    for byte in (*small, 1, 30, 100, 140, *large, 255):
         weights.fc1_weight_sf[..., 1].fill_(100 if byte == 254 else 127)
         weights.fc2_weight_sf[..., 1].fill_(byte)
         if byte == 254:
@@ -319,7 +331,7 @@ def built(form: str, gated: bool = True, size: int = 192, seed: int = 0) -> tupl
     ("form", "families", "gated"),
     [
         (*pair, gated)
-        for pair in (("NVFP4", "cuda"), ("NVFP4", "triton"), ("NVFP4", "grouped"), ("MXFP8", "triton,grouped"))
+        for pair in (("NVFP4", "cuda"), ("NVFP4", "triton"), ("NVFP4", "gemm"), ("NVFP4", "grouped"), ("MXFP8", "triton,grouped"))
         for gated in (True, False)
     ]
     + [("W4A16_NVFP4", "triton", True), ("W4A16_NVFP4", "grouped", True), ("MXFP4", "triton", True)],

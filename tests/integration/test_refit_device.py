@@ -22,7 +22,7 @@ E, TOP_K, H, SIZE = 16, 4, 512, 256
 REPLAYS = 50
 COUNTS = (1, 8, 63, 100)
 ACTIVATIONS = ("Swiglu", "Relu2", "limit", "alpha, beta, limit")
-SERVED = {"cuda": ("NVFP4", "MXFP8"), "triton": ("NVFP4", "MXFP8"), "grouped": ("NVFP4", "MXFP8"), "b12x": ("NVFP4",)}
+SERVED = dict.fromkeys(("cuda", "triton", "gemm", "grouped"), ("NVFP4", "MXFP8")) | {"b12x": ("NVFP4",)}
 INPUTS = ("bf16", "quantized", "router weight on input")
 
 

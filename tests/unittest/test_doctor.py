@@ -271,7 +271,7 @@ def test_where_vllm_is_the_only_engine(monkeypatch: pytest.MonkeyPatch, every_fa
     if plugins:
         assert last == "cuda WILL serve decode here"
     else:
-        assert last == "cuda and triton and grouped will NOT serve decode here: vLLM's own kernels run"
+        assert last == "cuda and triton and gemm and grouped will NOT serve decode here: vLLM's own kernels run"
         assert "vLLM 0.33.0, loads only VLLM_PLUGINS=: add trtllm_b12x to it, or unset it" in lines
 
 
@@ -296,7 +296,7 @@ def test_what_to_know_of_kernels_that_would_serve(monkeypatch: pytest.MonkeyPatc
 
     assert notes() == [families.ATOMIC_SUMS, slow]
     assert "note          b12x of FlashInfer before 0.7.0 adds with atomics" in run(monkeypatch, facts).output
-    assert report(monkeypatch, facts)["verdicts"][-1]["families"] == ["cuda", "triton", "grouped"]
+    assert report(monkeypatch, facts)["verdicts"][-1]["families"] == ["cuda", "triton", "gemm", "grouped"]
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton")
     assert notes() == []
     monkeypatch.setenv("TRTLLM_B12X_KERNELS", "b12x")

@@ -70,34 +70,35 @@ def test_any_order(name: str) -> None:
         assert distance(other, whole.float()) < BOUND, machine.order
 
 
-def routes_of_groups(kernel: GemmKernel, call: MoECall) -> list[int]:
-    """Return the routes of each group, by the table that the kernel has written."""
-    tables: list[torch.Tensor] = []
-    launch = GemmKernel._launch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GemmKernel, "_launch", lambda self, prepared: (tables.append(prepared.scratch), launch(self, prepared))[1])
-        emulator.run(kernel, call)
-    words = tables[0][: tables[0].nbytes // 4 * 4].view(torch.int32)
-    groups = words[64 : 64 + 4 * int(words[0])].view(-1, 4)
-    for expert, first, place, routes in groups.tolist():
-        assert (first >> 16) <= groups[:, 0].tolist().index(expert) + (first & 65535)
-        assert place >= 0 < routes <= kernel.held.routes  # type: ignore[union-attr]
-    return groups[:, 3].tolist()
+def groups_of(kernel: GemmKernel, call: MoECall) -> torch.Tensor:
+    """Return the groups that the kernel has made: expert; first group of the expert and their number; first place; routes."""
+    scratch = torch.zeros(kernel.scratch_bytes(len(call.x)), dtype=torch.uint8)
+    kernel.run(call._replace(scratch=scratch))
+    words = scratch[: 4 * (64 + 4 * (kernel.geometry.num_experts + call.ids.numel()))].view(torch.int32)
+    return words[64 : 64 + 4 * int(words[0])].view(-1, 4)
 
 
 @pytest.mark.parametrize(
     ("routes", "groups"),
-    [((8, 0, 0), [8]), ((16, 1, 0), [16, 1]), ((17, 9, 0), [16, 9, 1]), ((33, 32, 1), [16, 16, 16, 16, 1, 1])],
+    [((8, 0, 0), [8]), ((1, 16, 0), [16, 1]), ((17, 9, 0), [16, 1, 9]), ((33, 32, 1), [16, 16, 1, 16, 16, 1])],
 )
 def test_groups(routes: tuple[int, ...], groups: list[int]) -> None:
-    """Those of an expert are of one size, but the last; the experts of the largest come first."""
+    """An expert's are of one size, in products of 8 columns, but the last; experts of the largest come first."""
     geometry = Geometry(3, 1, 256, 128, "Swiglu")
     ids = torch.arange(3).repeat_interleave(torch.tensor(routes)).int()
     x = torch.randn(len(ids), 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     call = MoECall(
         x, ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].view(-1, 1), torch.ones(len(ids), 1)
     )
-    assert sorted(routes_of_groups(planned(geometry), call), reverse=True) == sorted(groups, reverse=True)
+    found = groups_of(planned(geometry), call)
+    assert sorted(found[:, 3].tolist()) == sorted(groups)
+    sizes = [8 * -(-int(found[found[:, 0] == expert, 3].max()) // 8) for expert in found[:, 0]]
+    assert sizes == sorted(sizes, reverse=True)
+    for expert, all_of_it in enumerate(routes):
+        of_expert = found[found[:, 0] == expert]
+        assert of_expert[:, 3].sum() == all_of_it
+        assert (of_expert[:, 2] == sum(routes[:expert]) + of_expert[:, 3].cumsum(0) - of_expert[:, 3]).all()
+        assert (of_expert[:, 1] & 65535 == len(of_expert)).all()
     assert distance(emulator.run(planned(geometry), call), expected(geometry, call)) < BOUND
 
 

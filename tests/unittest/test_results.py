@@ -77,7 +77,7 @@ def test_layers_inside_vllm_keep_the_rows_of_other_models(root: Path, tmp_path: 
         assert results.main(["--take", str(tmp_path / "run.json")], root) == 0
     page = (root / "docs" / "results.md").read_text()
     table = page[page.index("One layer inside vLLM") :].splitlines()
-    assert "`cuda` (c), `triton` (t) or `grouped` (g)" in table[0]
+    assert "`cuda` (c), `triton` (t), `gemm` (m), `grouped` (g)" in table[0]
     assert table[2:9] == [
         "| layer | kernel | 1 | 512 |",
         "| --- | --- | --- | --- |",

@@ -44,7 +44,8 @@ def test_what_people_write_for_off_and_on(monkeypatch: pytest.MonkeyPatch, text:
 
 
 def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    every, must = ("cuda", "b12x", "triton", "grouped"), "TRTLLM_B12X_KERNELS must be one or more of cuda, b12x, triton, grouped"
+    every = ("cuda", "b12x", "triton", "gemm", "grouped")
+    must = "TRTLLM_B12X_KERNELS must be one or more of cuda, b12x, triton, gemm, grouped"
     for text, listed, valid in (
         ("", every, True),
         (" Grouped, b12x,", ("grouped", "b12x"), True),
@@ -54,7 +55,7 @@ def test_kernels_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         monkeypatch.setenv("TRTLLM_B12X_KERNELS", text)
         assert settings.KERNELS() == listed
-        assert settings.complaints() == ([] if valid else [f"{must}; got {text}, and cuda,b12x,triton,grouped is used"])
+        assert settings.complaints() == ([] if valid else [f"{must}; got {text}, and cuda,b12x,triton,gemm,grouped is used"])
 
 
 @pytest.mark.parametrize(

@@ -26,4 +26,4 @@ KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel] | None]] = {
     for family in _FAMILIES
     for kernel in family
 }
-"""Kernel class and torch class of each family and number format. The torch classes of ``triton`` stand in for ``cuda`` and ``gemm`` too."""
+"""Kernel class and torch class of each family and number format. Those of ``triton`` stand in for ``cuda`` and ``gemm`` too."""

@@ -18,6 +18,7 @@ from . import Geometry, Kernel, PlanError, first_line, routes
 from .cards import Card
 from .cuda import variant as cuda
 from .cuda.decode import CudaKernel
+from .cuda.gemm import GemmKernel
 from .cuda.nvrtc import CompileError
 from .cuda.probe import PROBE
 from .triton import compile_pool
@@ -59,7 +60,7 @@ def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
     others, ours = [], []
     for task in tasks:
         needed: list[Variant] = []
-        if issubclass(task.kind, CudaKernel):
+        if issubclass(task.kind, (CudaKernel, GemmKernel)):
             ours.append(task)
         elif issubclass(task.kind, JitKernel):
             for card in cards:
@@ -74,7 +75,7 @@ def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
     total = len(variants)
     report(None, total)
     for task in ours:
-        total += _fill_cuda(task, cards[0], report, total, workers)
+        total += _fill_cuda(task, cards, report, total, workers)
     for task in others:
         total += _fill_flashinfer(task, cards, report, total, workers)
     names = [(family, variant.name) for family, variant in variants.values()]
@@ -89,18 +90,21 @@ def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
             raise PlanError(f"Triton's cache cannot be filled: {first_line(error)}") from error
 
 
-def _fill_cuda(task: CompileTask, card: Card, report: Report, before: int, workers: int) -> int:
-    """Compile the one launch for one geometry, the same for all cards of a capability; return the number of variants."""
-    kernel = cast("type[CudaKernel]", task.kind)(card)
-    kernel.describe(task.geometry, task.capacity, torch.device("cuda"))
-    variants, family = (PROBE, *kernel.variants()), task.kind.features.name
+def _fill_cuda(task: CompileTask, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
+    """Compile what NVRTC compiles of one geometry; return the number of variants."""
+    family, target = task.kind.features.name, f"sm_{cards[0].capability}a"
+    variants = dict.fromkeys([PROBE] if issubclass(task.kind, CudaKernel) else ())
+    for card in cards:
+        kernel = cast("type[CudaKernel | GemmKernel]", task.kind)(card)
+        kernel.describe(task.geometry, task.capacity, torch.device("cuda"))
+        variants |= dict.fromkeys(kernel.variants())
     report(None, before + len(variants))
 
     def compiled(variant: cuda.Compilation) -> CompileResult:
-        started, cached, error = time.monotonic(), variant.cached(kernel.target) is not None, ""
+        started, cached, error = time.monotonic(), variant.cached(target) is not None, ""
         try:
             if not cached:
-                cuda.fill(variant, kernel.target)
+                cuda.fill(variant, target)
         except CompileError as failure:
             error = first_line(failure)
         return CompileResult(family, variant.name, time.monotonic() - started, cached, error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,9 +19,9 @@ import torch
 from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats import constants
-from trtllm_b12x.kernels import Geometry, MoECall, driver
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall, driver
 from trtllm_b12x.kernels import reference as in_torch
-from trtllm_b12x.kernels.cards import Card, warmup_command
+from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
 from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory
 from trtllm_b12x.kernels.plans import OwnKernel, Plan
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
@@ -40,7 +40,7 @@ _STAGES = 2
 _PREPARING, _SUMMING = 2, 8
 """Blocks a multiprocessor."""
 _LARGE = 200 << 10
-"""Bytes of shared memory of a multiprocessor (Hopper) for which ``_SHAPES`` are meant; else ``_SMALL_SHAPES``."""
+"""Bytes of shared memory of a multiprocessor (Hopper) for which ``SHAPES`` are meant; else ``SMALL_SHAPES``."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,15 @@ class Shape:
         return f"{self.routes}x{self.warps}x{self.blocks}"
 
 
-_SHAPES = {bits: (Shape(32, 4, 4), Shape(64, 4, 3), Shape(96, 4, 2)) for bits in (4, 8)}
-_SMALL_SHAPES = {4: (Shape(32, 16, 1), Shape(64, 8, 1), Shape(96, 8, 1)), 8: (Shape(32, 8, 1), Shape(64, 6, 1), Shape(96, 4, 1))}
+SHAPES = {bits: (Shape(16, 4, 5), Shape(32, 4, 4), Shape(64, 4, 3), Shape(96, 4, 2)) for bits in (4, 8)}
+SMALL_SHAPES = {
+    4: (Shape(16, 8, 2), Shape(32, 16, 1), Shape(64, 8, 1), Shape(96, 8, 1)),
+    8: (Shape(16, 10, 1), Shape(32, 8, 1), Shape(64, 6, 1), Shape(96, 4, 1)),
+}
 """By the bits of a code, in the order of the routes an expert that they are for. Measured on an H200, the latter because they
-fit into SM12x's 99 KB: docs/many-routes.md."""
-_ENDS = (24, 48)
-"""Routes an expert up to which the first and the second are for; each is proposed up to half as far again, and from half on."""
+fit into SM12x's 99 KB: docs/results.md."""
+_ENDS = (8, 24, 48)
+"""Routes an expert up to which each shape but the last is for. Its neighbors are proposed beside it."""
 
 
 @dataclass
@@ -110,21 +113,21 @@ class GemmKernel(OwnKernel):
     # ---- shapes
 
     def _known(self) -> tuple[Shape, ...]:
-        return (_SHAPES if self.card.shared_memory >= _LARGE else _SMALL_SHAPES)[self.number_format().code_bits]
+        return (SHAPES if self.card.shared_memory >= _LARGE else SMALL_SHAPES)[self.number_format().code_bits]
 
     def proposals(self, tokens: int) -> tuple[Shape, ...]:
         """Return the shapes for a call of so many tokens, the one to take unmeasured first."""
-        g, known = self.geometry, self._known()
+        at, known = self._suiting(tokens), self._known()
+        return known[at], *known[at + 1 : at + 2], *known[max(at - 1, 0) : at]
+
+    def _suiting(self, tokens: int) -> int:
+        g = self.geometry
         each = min(tokens, self._most_tokens) * g.top_k / (g.num_experts * g.ranks)
-        at = sum(each > end for end in _ENDS)
-        near = [known[i + (i >= at)] for i, end in enumerate(_ENDS) if end / 2 < each <= end * 1.5]
-        return known[at], *near
+        return sum(each > end for end in _ENDS)
 
     def shapes(self) -> tuple[Shape, ...]:
         """Return the shapes that some call of up to ``capacity`` tokens takes."""
-        g, known = self.geometry, self._known()
-        most = min(self.capacity, self._most_tokens) * g.top_k / (g.num_experts * g.ranks)
-        return known[: 1 + sum(most > end / 2 for end in _ENDS)]
+        return self._known()[: self._suiting(self.capacity) + 2]
 
     @property
     def _most_tokens(self) -> int:
@@ -140,6 +143,7 @@ class GemmKernel(OwnKernel):
         sizes = sizes_of_layer(self.geometry, self.number_format())
         sizes |= {"HALVES1": 2, "HALVES2": 2, "NARROW": False, "TILES_A_TASK": 1, "STAGES": _STAGES, "GROUP_ROUTES": shape.routes}
         sizes |= {"WARPS": shape.warps, "PARTS1": shape.warps, "PARTS2": shape.warps, "BLOCKS_A_SM": shape.blocks}
+        sizes["SCALED_X"] = self.number_format().code_bits == 8
         # A list of tiles for fewer blocks is longer than it need be. Then cards share cubins.
         sizes["FEWEST_BLOCKS"] = 1 << (blocks.bit_length() - 1)
         return Variant(f"gemm, {shape}", SOURCE, shape.routes, tuple(sizes.items()))
@@ -149,6 +153,13 @@ class GemmKernel(OwnKernel):
         kernel = cls(card)
         kernel.describe(geometry, MOST_ROUTES, torch.device("cuda"))
         return (variant.assembled(kernel.target) for variant in kernel.variants()[:1])  # the others are the same source
+
+    @classmethod
+    def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
+        kernel = cls(card_of(device))
+        kernel.describe(geometry, dict(planned)[cls], device)
+        load(kernel.variants(), kernel.target, warmup_command(geometry, kernel.card))
+        return 0
 
     def _make_plan(self) -> GemmPlan:
         started, shapes = time.monotonic(), self.shapes()

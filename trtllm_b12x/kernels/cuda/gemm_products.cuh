@@ -247,8 +247,8 @@ struct Products {
       EACH (n, eights) {
         float h[2];
         EACH (j, 2)
-          h[j] = factors.activated(sums[half][n][first + j] * factors.up_factor + up_bias,
-                                   GATED ? sums[half][n][2 + j] * factors.gate_factor + gate_bias : 0);
+          h[j] = X_FACTOR * factors.activated(sums[half][n][first + j] * factors.up_factor + up_bias,
+                                              GATED ? sums[half][n][2 + j] * factors.gate_factor + gate_bias : 0);
         // Rows k and k + FAR are a pair: one lane takes that of one route, the other that of the other.
         const float other = __shfl_xor_sync(~0u, low ? h[1] : h[0], 4 * FAR);
         const u32 pair =

@@ -133,6 +133,8 @@ DEVICE void arrange_x(const Call& call) {
         const uint4 q = *(const uint4*)(call.x + ((u64)token * HIDDEN + column + 8 * j) * 2);
         x[4 * j] = q.x, x[4 * j + 1] = q.y, x[4 * j + 2] = q.z, x[4 * j + 3] = q.w;
       }
+      if (SCALED_X)
+        EACH (j, 16) x[j] = fma_bf16x2(x[j], TWO_TO_60, MINUS_ZEROS);
       to_pairs(x);
     }
     EACH (j, 4)

@@ -11,7 +11,11 @@ constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
 struct Scale {
   u32 pair, added;
 };
-constexpr u32 MINUS_ZEROS = 0x80008000u, TWO_TO_120 = 0x7b807b80u;  // pairs
+constexpr u32 MINUS_ZEROS = 0x80008000u, TWO_TO_60 = 0x5d805d80u, TWO_TO_120 = 0x7b807b80u;  // pairs
+// SCALED_X: x and h are 2^60 times as large, and E4M3 comes out 2^-60 times, by one multiplication instead of two. |x|
+// or |h| of 2^68 or more becomes infinite, and so do block scales of 2^68 or more.
+constexpr float X_FACTOR = SCALED_X ? 0x1p60f : 1.f;
+static_assert(!SCALED_X || CODE_BITS == 8, "FP4 comes out by one multiplication");
 
 // The first or the second of two E4M3. In float16 FP4's codes are 2^-14 times as large, and shall be 2^-8: the scale is
 // 64 (0x5400) times as large.
@@ -23,7 +27,8 @@ DEVICE Scale nvfp4_scale(u32 bytes, bool second) {
 }
 // E8M0. 255 is NaN, and 0 is 2^-127: a subnormal.
 DEVICE Scale mx_scale(u32 byte) {
-  const u32 pair = CODE_BITS == 4 ? min(byte + 118, 255u) * 0x00800080u : max(byte * 0x00800080u, 0x00400040u);
+  const u32 pair = CODE_BITS == 4 || SCALED_X ? min(byte + (SCALED_X ? 60 : 118), 255u) * 0x00800080u
+                                              : max(byte * 0x00800080u, 0x00400040u);
   return {pair, fma_bf16x2(pair, MINUS_ZEROS, MINUS_ZEROS)};
 }
 
@@ -50,8 +55,10 @@ DEVICE void codes8(u32 word, u32* pairs) {
 }
 DEVICE void decode8(u32 word, const Scale& scale, u32* pairs) {
   codes8(word, pairs);
-  pairs[0] = fma_bf16x2(fma_bf16x2(pairs[0], TWO_TO_120, MINUS_ZEROS), scale.pair, scale.added);
-  pairs[1] = fma_bf16x2(fma_bf16x2(pairs[1], TWO_TO_120, MINUS_ZEROS), scale.pair, scale.added);
+  EACH (i, 2) {
+    if (!SCALED_X) pairs[i] = fma_bf16x2(pairs[i], TWO_TO_120, MINUS_ZEROS);
+    pairs[i] = fma_bf16x2(pairs[i], scale.pair, scale.added);
+  }
 }
 
 // A lane has 32 of the 128 columns of a block, eight at a time: in FP4 32t .. 32t + 31; in FP8 16t .. 16t + 15 and 64

@@ -10,7 +10,7 @@
 // then below 2^-83 in FP4, or 2^-89 in E4M3, becomes zero. Without SUBNORMALS the tensor cores take subnormals as
 // zeros: codes are made 2^126 or 2^120 times as large first, and x and h stay.
 constexpr bool RAW_X = FLOAT16 || !SUBNORMALS;
-constexpr u32 ONES = 0x3f803f80u, TWO_TO_60 = 0x5d805d80u, TWO_TO_126 = 0x7e807e80u;  // pairs
+constexpr u32 ONES = 0x3f803f80u, TWO_TO_126 = 0x7e807e80u;  // pairs
 // What sums of FC1 and of FC2 are multiplied by, and h when it is stored.
 constexpr float FACTOR2 = !SLICES2 ? CODE_FACTOR : !SUBNORMALS ? 1.f : CODE_BITS == 4 ? 0x1p66f : 0x1p60f;
 constexpr float FACTOR1 = !ONE_TOKEN ? CODE_FACTOR : FLOAT16 ? 0x1p14f : FACTOR2;

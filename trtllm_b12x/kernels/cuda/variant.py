@@ -186,7 +186,7 @@ def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Varian
         return None
     slices, scoring = _slices(tokens, bits), g.scoring or Scoring()
     sizes = sizes_of_layer(g, form) | {"MAX_TOKENS": tokens, "WARPS": warps, "PARTS1": parts, "PARTS2": parts2, "NARROW": narrow}
-    sizes |= {"TILES_A_TASK": times}
+    sizes |= {"TILES_A_TASK": times, "SCALED_X": False}
     sizes |= zip(("HALVES1", "HALVES2", "STAGES1", "RING_HALVES"), chosen, strict=True)
     sizes |= {"BUFFERS": buffers, "ADDERS": adders, "ENTRIES": entries, "SHARED_BYTES": shared}
     sizes |= {"MOST_BLOCKS": MOST_BLOCKS, "SPIN_SECONDS": SPIN_SECONDS}
