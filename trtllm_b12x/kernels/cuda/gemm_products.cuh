@@ -15,8 +15,9 @@
 constexpr int WEIGHT_STAGE = 2 * HALF_BYTES, ROUTE_STAGE = GROUP_ROUTES * 256;
 constexpr int ROUTES_AT = WARPS * STAGES * WEIGHT_STAGE, TOKENS_AT = ROUTES_AT + STAGES * ROUTE_STAGE;
 constexpr int LIST_AT = TOKENS_AT + 2 * 4 * GROUP_ROUTES, MOST_TASKS = TASKS1 > TASKS2 ? TASKS1 : TASKS2;
-constexpr int LIST = (MOST_GROUPS * MOST_TASKS + FEWEST_BLOCKS - 1) / FEWEST_BLOCKS;  // tiles of a block, at most
-static_assert(LIST >= 4, "where FC2's columns are halved, a block has up to four tiles");
+// Tiles of a block, at most: all of the largest call's, or the four of a call whose columns of FC2 are halved.
+constexpr int MOST_TILES = (MOST_GROUPS * MOST_TASKS + FEWEST_BLOCKS - 1) / FEWEST_BLOCKS;
+constexpr int LIST = MOST_TILES < 4 ? 4 : MOST_TILES;
 constexpr int PRODUCTS_BYTES = LIST_AT + 8 * LIST;
 static_assert(PRODUCTS_BYTES <= 99 * 1024, "a block of SM12x has at most 99 KB of shared memory");
 static_assert(STAGES >= 2 && BLOCKS1 >= STAGES - 1, "the tokens of a tile are asked for when the one before it begins");
