@@ -115,7 +115,7 @@ def test_what_the_probe_changes() -> None:
 def test_what_it_does_not_take(kind: type[CudaKernel], geometry: Geometry) -> None:
     kernel = kind(models("sm_120a", ["RTX 5090"])[0])
     kernel.describe(replace(geometry, top_k=32) if geometry.top_k > 32 else QWEN3_30B, 8, torch.device("cuda"))
-    with pytest.raises(ValueError, match="one launch|cuda (takes|does not)"):
+    with pytest.raises(ValueError, match=r"one launch|cuda (takes|does not)"):
         kernel.describe(geometry, 8, torch.device("cuda"))
 
 
