@@ -418,7 +418,7 @@ MISSING = {
     "warp is together behind copies": (("pipeline.cuh", "<1>();\n    __syncwarp();", "<1>();"), BITS),
     "copies end at the last column": (
         ("matrix.cuh", "BLOCKS1 = (STORED_HIDDEN + 127) / 128,", "BLOCKS1 = (STORED_HIDDEN + 127) / 128 + 64,"),
-        "copy from outside of the layer's tensors at pipeline.cuh",
+        "copy from outside of the layer's tensors at stage.cuh",
     ),
     "wait for products": (("sums.cuh", "barrier_wait(b.shared.full(buffer), parity);", ""), "a race: store_shared_float"),
     "wait for h": (("slices.cuh", "if (most != ~0u) break;", "break;"), BITS),
