@@ -32,7 +32,8 @@ MOST_SPILLED = 160
 
 
 def described(geometry: Geometry, card: Card = RTX_5090, capacity: int = 8192) -> Any:
-    kernel: Any = KERNELS["gemm", geometry.format][0](card)
+    kind: Any = KERNELS["gemm", geometry.format][0]
+    kernel = kind(card)
     kernel.describe(geometry, capacity, torch.device("cuda"))
     return kernel
 

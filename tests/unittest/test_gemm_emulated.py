@@ -117,6 +117,14 @@ def test_a_long_call_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(emulator.run(planned(geometry), call), whole)
 
 
+def test_scratch_memory_suffices_for_fewer_tokens() -> None:
+    """Also where fewer tokens have two shares a route, and more have one."""
+    kernel = planned(LAYERS["NVFP4"])
+    sizes = [kernel.scratch_bytes(tokens) for tokens in (1, 2047, 2048, 2049, 2500, 4096, 8192, 9000)]
+    assert sizes == sorted(sizes)
+    assert sizes[2] > kernel._plan.bytes_of(SMALL, 2049, 2)
+
+
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_routes_of_other_types(tokens: int) -> None:
     geometry = LAYERS["NVFP4"]

@@ -63,7 +63,7 @@ SMALL_SHAPES = {
     8: (Shape(16, 10, 1), Shape(32, 8, 1), Shape(64, 7, 1), Shape(96, 5, 1)),
 }
 """By the bits of a code, in the order of the routes an expert that they are for. Measured on an H200, the latter because they
-fit into SM12x's 99 KB: docs/results.md."""
+fit into SM12x's 99 KB."""
 _ENDS = (8, 24, 48)
 """Routes an expert up to which each shape but the last is for. Its neighbors are proposed beside it."""
 
@@ -76,11 +76,14 @@ class GemmPlan(Plan):
 
     def bytes_of(self, shape: Shape, tokens: int, top_k: int) -> int:
         """Return the bytes of the scratch memory of a launch."""
-        if shape not in self.sizes:
-            self.sizes[shape] = list(map(self.functions[shape]["fc1"].module.constant, _SIZES))
-        fixed, of_token, of_route, of_share, halved = self.sizes[shape]
+        fixed, of_token, of_route, of_share, halved = self.sizes_of(shape)
         routes = tokens * top_k
         return fixed + tokens * of_token + routes * of_route + routes * of_share * (2 if routes <= halved else 1)
+
+    def sizes_of(self, shape: Shape) -> list[int]:
+        if shape not in self.sizes:
+            self.sizes[shape] = list(map(self.functions[shape]["fc1"].module.constant, _SIZES))
+        return self.sizes[shape]
 
 
 class GemmKernel(OwnKernel):
@@ -219,8 +222,13 @@ class GemmKernel(OwnKernel):
         return (*super().summary(), *self._pending())
 
     def scratch_bytes(self, tokens: int) -> int:
-        tokens = min(tokens, self.capacity, self._most_tokens)
-        return max(self._plan.bytes_of(shape, tokens, self.geometry.top_k) for shape in self._plan.functions)
+        plan, top_k, tokens = self._plan, self.geometry.top_k, min(tokens, self.capacity, self._most_tokens)
+        sizes = []
+        for shape in plan.functions:
+            # The largest call whose routes have two shares may need more than a larger one.
+            halved = min(tokens, plan.sizes_of(shape)[-1] // top_k)
+            sizes += [plan.bytes_of(shape, count, top_k) for count in (tokens, halved)]
+        return max(sizes)
 
     # ---- calls
 
