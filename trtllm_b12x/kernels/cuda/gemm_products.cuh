@@ -1,5 +1,5 @@
-// The products of FC1 or FC2. A block has a list of tiles, and its warps compute one after the other together: warp w
-// has the tile's task's 32 rows number w, of FC1 as many of up as of gate, and all routes of the group.
+// The products of FC1 or FC2. A block has a list of tiles, which its warps compute together, one after the other. Warp
+// w has 32 rows of a tile, in FC1 16 of up and the same 16 of gate, and all routes of the group.
 //
 // Weights are A of mma: a warp copies its own (stage.cuh), and a lane decodes the bytes that it has copied. Routes are
 // B: the block copies 128 columns of each, in the order of products, so that 16 bytes of a lane are B of two products.

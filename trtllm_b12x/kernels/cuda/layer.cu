@@ -13,13 +13,17 @@
 //
 //   file             what it is
 //     ptx.cuh        instructions
-//     config.cuh     sizes, their limits, and where a tile's rows lie
-//     records.cuh    what the host hands over, workspace, shared memory, words
-//     numbers.cuh    codes and scales to operands; activations
+//     matrix.cuh     sizes of a layer, and where a tile's codes and scales lie
+//     config.cuh     sizes of one launch, and their limits
+//     numbers.cuh    codes and scales to operands of products
+//     raw.cuh        codes to products as they are
+//     call.cuh       what the host hands over; activations
+//     records.cuh    workspace, shared memory, words
 //     scoring.cuh    logits to ids and router weights
 //     routing.cuh    ids to slots or groups
 //     schedule.cuh   virtual blocks, tickets, entries: the protocol, and why every launch ends
-//     pipeline.cuh   a warp's stages of weights
+//     stage.cuh      a stage of a warp's weights
+//     pipeline.cuh   the ring of such stages
 //     inputs.cuh     x and h in registers
 //     slices.cuh     what every warp that multiplies has; products for one token, by slices of columns
 //     products.cuh   calls of several tokens

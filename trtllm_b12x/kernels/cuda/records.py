@@ -1,4 +1,4 @@
-"""Records that the host passes to a launch: the fields of ``Layer`` and ``Call`` of ``records.cuh``, and their offsets."""
+"""Records that the host passes to a launch: the fields of ``Layer`` and ``Call`` of ``call.cuh``, and their offsets."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ MOST_BLOCKS = 256
 """Maximum number of blocks of a launch: a block has room for so many virtual blocks."""
 _MAX_TOP_K = 32
 _MAX_SCORED = 512  # experts whose logits a warp compares
-_BIASES = (None, torch.bfloat16, torch.float16, torch.float32)  # by number, as config.cuh has them
+_BIASES = (None, torch.bfloat16, torch.float16, torch.float32)  # by number, as matrix.cuh has them
 _SCORING = ("softmax", "sigmoid", "sigmoid_tanh")  # by number, as scoring.cuh has them
 SPIN_SECONDS = 30
 """Seconds that a block may wait for other warps and blocks. Then the kernel traps."""
