@@ -22,7 +22,6 @@ from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import Geometry, MoECall, driver
 from trtllm_b12x.kernels import reference as in_torch
 from trtllm_b12x.kernels.cards import Card, warmup_command
-from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory
 from trtllm_b12x.kernels.plans import OwnKernel, Plan
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
@@ -109,16 +108,8 @@ class CudaKernel(OwnKernel):
         return plan
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
-        check(self.geometry, weights)
-        s = scalars_of(self.geometry, weights)
-        fc1 = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
-        fc2 = weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input
-        rest = *fc2, *s.biases, *s.swiglu, self._plan.stuck
-        self._at, self._tensors = weights.fc1_weight.get_device(), (*fc1, s.fc1_input, s.one, *rest)
-        layers = [
-            records.Layer(*(tensor.data_ptr() for tensor in (*fc1, scale, *rest)), step, s.steps[1], first_expert)
-            for scale, step in ((s.fc1_input, s.steps[0]), (s.one, 0))
-        ]
+        self._tensors, layers = records.layers_of(self.geometry, weights, self._plan.stuck, first_expert)
+        self._at = weights.fc1_weight.get_device()
         launches: dict[tuple[int, ...], _Form] = {}
         for size, function in reversed(self._plan.functions.items()):
             both = [function.launcher(min(self.card.multiprocessors, MOST_BLOCKS), layer, records.CALL) for layer in layers]

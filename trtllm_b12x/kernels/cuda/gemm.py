@@ -22,7 +22,6 @@ from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall, driver
 from trtllm_b12x.kernels import reference as in_torch
 from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
-from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory
 from trtllm_b12x.kernels.plans import OwnKernel, Plan
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
@@ -174,16 +173,8 @@ class GemmKernel(OwnKernel):
         return GemmPlan(functions)
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
-        check(self.geometry, weights)
-        s, none = scalars_of(self.geometry, weights), constants.filled(0, (1,), weights.device)
-        fc1 = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
-        fc2 = weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input
-        rest = *fc2, *s.biases, *s.swiglu, none
-        self._tensors = (*fc1, s.fc1_input, s.one, *rest)
-        layers = [
-            records.Layer(*(tensor.data_ptr() for tensor in (*fc1, scale, *rest)), step, s.steps[1], first_expert)
-            for scale, step in ((s.fc1_input, s.steps[0]), (s.one, 0))
-        ]
+        unused = constants.filled(0, (1,), weights.device)  # no launch waits, so none is stopped
+        self._tensors, layers = records.layers_of(self.geometry, weights, unused, first_expert)
         self._launches = {
             shape: [
                 tuple(functions[name].launcher(self._blocks(shape, name), layer, records.CALL) for name in KERNELS)

@@ -6,6 +6,11 @@ import ctypes
 import struct
 from typing import Any
 
+import torch
+
+from trtllm_b12x.kernels import Geometry
+from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory
+
 
 def _fields(pointers: str, integers: str) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_void_p) for name in pointers.split()] + [(name, ctypes.c_int) for name in integers.split()]
@@ -24,6 +29,25 @@ class Call(ctypes.Structure):
     """Addresses of a call's tensors, and what they are."""
 
     _fields_ = _fields("x x_sf ids router_weights out workspace", "tokens wide_ids weight_type swizzled")
+
+
+def layers_of(
+    geometry: Geometry, weights: Any, stuck: torch.Tensor, first_expert: int
+) -> tuple[tuple[torch.Tensor, ...], list[Layer]]:
+    """Return a layer's tensors, and its records for calls of unquantized and of quantized input.
+
+    Raise ValueError, naming the tensor, if one is not laid out as the kernels read it.
+    """
+    check(geometry, weights)
+    s = scalars_of(geometry, weights)
+    fc1 = weights.fc1_weight, scales_in_memory(weights, "fc1_weight_sf"), s.fc1_alpha, s.fc1_half_alphas
+    fc2 = weights.fc2_weight, scales_in_memory(weights, "fc2_weight_sf"), s.fc2_alpha, s.fc2_input
+    rest = *fc2, *s.biases, *s.swiglu, stuck
+    layers = [
+        Layer(*(tensor.data_ptr() for tensor in (*fc1, scale, *rest)), step, s.steps[1], first_expert)
+        for scale, step in ((s.fc1_input, s.steps[0]), (s.one, 0))
+    ]
+    return (*fc1, s.fc1_input, s.one, *rest), layers
 
 
 CALL = struct.Struct("".join("P" if kind is ctypes.c_void_p else "i" for _, kind in Call._fields_))
