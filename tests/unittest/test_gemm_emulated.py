@@ -117,6 +117,17 @@ def test_a_long_call_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(emulator.run(planned(geometry), call), whole)
 
 
+def test_the_self_test() -> None:
+    """It calls experts with more routes than a group has, and refuses a call of no tokens."""
+    kernel = planned(LAYERS["NVFP4"])
+    results = kernel._test()
+    assert results is not None
+    assert [result.case.tokens for result in results if "quantized" not in result.case.kernel] == [1, 200]
+    assert all(result.passed for result in results), results
+    with pytest.raises(ValueError, match="planned for 0 tokens"):
+        kernel.run(draw(LAYERS["NVFP4"], 1).of_tokens(0, 0))
+
+
 def test_scratch_memory_suffices_for_fewer_tokens() -> None:
     """Also where fewer tokens have two shares a route, and more have one."""
     kernel = planned(LAYERS["NVFP4"])

@@ -17,7 +17,6 @@ _FAMILIES: tuple[tuple[type[PlannedKernel], ...], ...] = (
     (GemmKernel, GemmW4A16Kernel, GemmMXFP4Kernel, GemmMXFP8Kernel),
     (GroupedNVFP4Kernel, GroupedW4A16Kernel, GroupedMXFP4Kernel, GroupedKernel),
 )
-_CUDA = ("cuda", "gemm")
 KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel] | None]] = {
     (kernel.features.name, kernel.number_format().name): (
         kernel,

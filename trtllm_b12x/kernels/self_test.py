@@ -46,7 +46,7 @@ SwiGLU and ReLU2, the embedded host gave at most 0.042 and 0.102. An engine that
 result to 16 bits, or elsewhere, gave 0.085 and 0.186. An expert that is 1.5 times as large gave its token at least 0.45, a
 forgotten route at least 0.43 over all calls.
 """
-_QUICK_EXPERTS = 16
+QUICK_EXPERTS = 16
 """Number of experts that a quick test calls; the others are the same code at other addresses."""
 _QUANTIZED_TOKENS = 8
 """Maximum number of tokens of the call with quantized input."""
@@ -323,7 +323,7 @@ def _routes(geometry: Geometry, tokens: int, generator: torch.Generator, quick: 
     """
     experts, top_k = geometry.num_experts, geometry.top_k
     if quick:
-        order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))[: max(top_k, _QUICK_EXPERTS)]
+        order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))[: max(top_k, QUICK_EXPERTS)]
         turns, skewed, calls = 0, [], 1
     else:
         order = torch.randperm(experts, generator=generator)

@@ -23,7 +23,7 @@ from trtllm_b12x.kernels import Geometry, Kernel, MoECall, driver
 from trtllm_b12x.kernels import reference as in_torch
 from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
 from trtllm_b12x.kernels.plans import OwnKernel, Plan
-from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
+from trtllm_b12x.kernels.self_test import QUICK_EXPERTS, SelfTestResult, run_quick_self_test
 
 from . import records
 from .variant import Variant, check_sizes, load, sizes_of_layer
@@ -86,7 +86,7 @@ class GemmPlan(Plan):
 
 
 class GemmKernel(OwnKernel):
-    """Of NVFP4 layers."""
+    """Grouped products of NVFP4 layers."""
 
     features = families.gemm(Environment())
     reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
@@ -198,10 +198,11 @@ class GemmKernel(OwnKernel):
         return kernel
 
     def _test(self) -> list[SelfTestResult] | None:
-        """Test each shape with one whole group of an expert more than it takes at once, as far as calls have so many tokens."""
+        """Test each shape with one token, and with experts that have more routes than a group, as far as calls are so long."""
         tested: dict[int, list[GemmKernel]] = {}
         for shape in self._plan.functions:
-            for tokens in (1, shape.routes + 9):
+            experts = max(QUICK_EXPERTS, self.geometry.top_k)
+            for tokens in (1, -(-(shape.routes + 9) * experts // self.geometry.top_k)):
                 tested.setdefault(min(tokens, self.capacity), []).append(self._holding(shape))
         return run_quick_self_test(self, self.reference(), self.first_expert, tested)
 
@@ -226,6 +227,8 @@ class GemmKernel(OwnKernel):
     def _launch(self, call: MoECall) -> None:
         tokens, out = call.x.shape[0], call.out
         assert out is not None
+        if not 0 < tokens <= self.capacity:
+            raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
         parts = -(-tokens // self._most_tokens)
         step = tokens if parts == 1 else -(-tokens // parts // 128) * 128  # all parts about as long
         for first in range(0, tokens, step):
@@ -235,8 +238,6 @@ class GemmKernel(OwnKernel):
     def _launch_part(self, call: MoECall, out: torch.Tensor) -> None:
         x, ids, router_weights, x_sf, swizzled, _, memory = call[:7]
         tokens, shape = x.shape[0], self.proposals(x.shape[0])[0] if self.held is None else self.held
-        if not 0 < tokens <= self.capacity:
-            raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
         size = self._plan.bytes_of(shape, tokens, self.geometry.top_k)
         if memory is None or memory.nbytes < size:
             memory = torch.empty(size, dtype=torch.uint8, device=x.device)
