@@ -146,7 +146,11 @@ TIMED: dict[str, tuple[whole.Sizes, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("form", TIMED)
 def test_marlin_is_timed_beside_ours(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+    form: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """On random bytes, in the memory of our weights. Another start reads the times."""
     from trtllm_b12x.engines.vllm import experts
@@ -155,6 +159,7 @@ def test_marlin_is_timed_beside_ours(
         monkeypatch.delenv(switch.name, raising=False)
     monkeypatch.setenv(settings.HOPPER.name, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level(logging.DEBUG)
     results: list[torch.Tensor] = []
     timings: list[Any] = []
     runner, verdict = marlin.runner, marlin.verdict
@@ -183,6 +188,7 @@ def test_marlin_is_timed_beside_ours(
         for _ in range(2):
             process.forget()
             answer = machine.rehearse(experts.experts_class(slot, theirs), config)
+            assert timings, caplog.text
             assert answer == verdict(timings[-1])
             record_property("answer", answer or "ours serve")
     first, second = timings

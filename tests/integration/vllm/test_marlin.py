@@ -106,6 +106,19 @@ def test_marlin_reads_memory_of_ours_in_the_shapes_that_vllm_packs(form: str, hi
     assert tensors.w2.untyped_storage().data_ptr() == tensors.w1.untyped_storage().data_ptr()
 
 
+def test_a_rank_has_its_experts() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+
+    config = layers.config_of(*SIZES, num_local_experts=4, parallel={"ep_size": 2, "use_ep": True})
+    geometry = problem.geometry_of(config, facts.SLOTS[0])
+    with operators() as calls:
+        run = marlin.runner(MarlinExperts, weights.draw(geometry, torch.device("cpu"))[0], geometry, config, 8)
+        x, router_weights, ids = layers.routes(config, 5)
+        run(MoECall(x, ids, router_weights))
+    assert calls[0]["expert_map"].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
+    assert len(calls[0]["w1"]) == 4
+
+
 def test_a_layer_too_small_for_padded_views_is_not_timed() -> None:
     config = layers.config_of(2, 2, 32, 32)
     geometry = problem.geometry_of(config, next(slot for slot in facts.SLOTS if slot.format == "MXFP4"))
