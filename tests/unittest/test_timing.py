@@ -133,6 +133,14 @@ def test_the_first_count_is_measured_in_any_case(machine: Machine) -> None:
     assert machine.timer(machine.path(lambda n: 3.0), machine.path(lambda n: 3.0, False))([4, 5]).counts == [4]
 
 
+def test_a_shorter_limit_and_paths_that_are_never_left_out(machine: Machine) -> None:
+    slow, fast = machine.path(lambda n: 2e-3 * n), machine.path(lambda n: 1e-4 * n)
+    assert "a" not in machine.timer(slow, fast)([1, 2, 4]).rows[2]
+    timer = machine.timer(slow, fast, budget_s=1.0, longest_s=1.5, behind=(math.inf, math.inf))
+    assert [*timer([1, 2, 4, 8, 200]).rows.values()] == [pytest.approx({"a": 2e3 * n, HOST: 1e2 * n}) for n in (1, 2, 4, 8)]
+    assert timer.spent_s <= 1.5
+
+
 def test_half_of_the_calls_have_skewed_routes_and_every_call_its_own(machine: Machine) -> None:
     def draws(seconds: float = 50e-6, **named: Any) -> list[tuple[int, int, bool]]:
         machine.draws.clear()

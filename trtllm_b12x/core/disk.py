@@ -20,6 +20,8 @@ _LARGEST = 4 << 20
 _FILE = "payload.json"
 TABLES = "crossover-*.json"
 """Crossover tables of ``trtllm_b12x.dispatch.store``, in the same folder."""
+COMPARISONS = "marlin-*.json"
+"""Times of ``trtllm_b12x.engines.vllm.marlin``, there too."""
 
 
 def directory() -> Path | None:
@@ -132,7 +134,7 @@ def clear() -> int:
     freed = sum(size for _, size in contents())
     if folder is not None and folder.is_dir():
         if folder.is_symlink():
-            for file in (folder / _FILE, *folder.glob(TABLES)):
+            for file in (folder / _FILE, *folder.glob(TABLES), *folder.glob(COMPARISONS)):
                 file.unlink(missing_ok=True)
         else:
             shutil.rmtree(folder)

@@ -80,6 +80,9 @@ class PathTimer:
     sample_routes: RouteSampler
     device: torch.device
     budget_s: float = BUDGET_S
+    longest_s: float = LONGEST_S
+    behind: tuple[float, float] = _BEHIND
+    """How far a path is behind that is left out, at one measured neighbor and at both. Infinite: every path is timed."""
     seed: int = 0
     spent_s: float = field(default=0.0, init=False)
     _warm: bool = field(default=False, init=False)
@@ -87,7 +90,7 @@ class PathTimer:
     def __call__(self, counts: Sequence[int]) -> Timings:
         """Measure the counts in order, each for an equal share of what is left of the budget, or as its fewest calls take.
 
-        Skip a path where it is far behind at the neighbors, and a count, except the first, that would end after ``LONGEST_S``.
+        Skip a path where it is far behind at the neighbors, and a count, except the first, that would end after ``longest_s``.
 
         Raises:
             Exception: a path failed.
@@ -99,7 +102,7 @@ class PathTimer:
             for done, tokens in enumerate(counts):
                 now = time.monotonic()
                 paths = self._promising(tokens, rows)
-                if not rows or now + _least_s(tokens, paths, rows) <= started + LONGEST_S:
+                if not rows or now + _least_s(tokens, paths, rows) <= started + self.longest_s:
                     share_s = max(deadline - now, 0) / (len(counts) - done)
                     rows[tokens] = self._row(tokens, paths, share_s, deadline, graphs)
         self.spent_s = time.monotonic() - started
@@ -113,7 +116,7 @@ class PathTimer:
             measured = [n for n in rows if name in rows[n] and tokens <= n * _APART and n <= tokens * _APART]
             near = [*sorted(n for n in measured if n < tokens)[-1:], *sorted(n for n in measured if n > tokens)[:1]]
             best = {n: min(t for other, t in rows[n].items() if other in serving) for n in near}
-            return bool(near) and all(rows[n][name] > _BEHIND[len(near) - 1] * best[n] for n in near)
+            return bool(near) and all(rows[n][name] > self.behind[len(near) - 1] * best[n] for n in near)
 
         return {name: path for name, path in serving.items() if name == HOST or not far_behind(name)}
 

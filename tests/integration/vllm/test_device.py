@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.integration.vllm import layers, whole
-from trtllm_b12x.core import settings
-from trtllm_b12x.engines.vllm import facts, plugin
+from trtllm_b12x.core import process, settings
+from trtllm_b12x.dispatch.policy import HOST
+from trtllm_b12x.engines.vllm import facts, machine, marlin, plugin
+from trtllm_b12x.kernels import MoECall
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = 128, 8, 2048, 768
@@ -28,6 +33,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any, Any, laye
         for switch in (settings.KERNELS, settings.CROSSOVER):
             patch.delenv(switch.name, raising=False)
         patch.setenv(settings.HOPPER.name, "1")
+        patch.setattr(marlin, "refusal", lambda *layer: "")  # ours serve, whatever is faster
         plugin.install()
         config = layers.config_of(*SIZES, device="cuda")
         experts = layers.random_experts(request.param, SIZES[0], *SIZES[2:], "cuda")
@@ -130,6 +136,71 @@ def test_gpt_oss(sizes: whole.Sizes, crossover: int | None) -> None:
             assert layers.distance(layers.call(method, layer, x, weights, ids), expected) < 0.005, tokens
 
 
+TIMED: dict[str, tuple[whole.Sizes, dict[str, Any]]] = {
+    "MXFP4": ((8, 4, 2880, 2880), {"activation": "swigluoai", "has_bias": True}),
+    "W4A16_NVFP4": ((16, 4, 2048, 736), {}),
+    "MXFP8": ((16, 4, 2048, 704), {}),
+}
+"""Sizes of layers that are timed beside Marlin. vLLM pads the first two for it."""
+
+
+@pytest.mark.parametrize("form", TIMED)
+def test_marlin_is_timed_beside_ours(
+    form: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """On random bytes, in the memory of our weights. Another start reads the times."""
+    from trtllm_b12x.engines.vllm import experts
+
+    for switch in (settings.KERNELS, settings.CROSSOVER):
+        monkeypatch.delenv(switch.name, raising=False)
+    monkeypatch.setenv(settings.HOPPER.name, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level(logging.DEBUG)
+    results: list[torch.Tensor] = []
+    timings: list[Any] = []
+    runner, verdict = marlin.runner, marlin.verdict
+
+    def watched(*layer: Any) -> Any:
+        run = runner(*layer)
+
+        def call(given: MoECall) -> torch.Tensor:
+            result = run(given)
+            if not torch.cuda.is_current_stream_capturing():
+                results.append(result.clone())
+            return result
+
+        return call
+
+    def decided(times: Any) -> str:
+        timings.append(times)
+        return verdict(times)
+
+    monkeypatch.setattr(marlin, "runner", watched)
+    monkeypatch.setattr(marlin, "verdict", decided)
+    theirs = importlib.import_module(f"{layers.FUSED_MOE}.experts.marlin_moe").MarlinExperts
+    slot, (sizes, more) = next(slot for slot in facts.SLOTS if slot.format == form), TIMED[form]
+    with layers.vllm_config("cuda"):
+        config = layers.config_of(*sizes, device="cuda", **more)
+        for _ in range(2):
+            process.forget()
+            answer = machine.rehearse(experts.experts_class(slot, theirs), config)
+            assert timings, caplog.text
+            assert answer == verdict(timings[-1])
+            record_property("answer", answer or "ours serve")
+    first, second = timings
+    record_property("microseconds", first.rows)
+    assert tuple(first.rows) == marlin.COUNTS
+    assert all(math.isfinite(row[name]) and row[name] > 0 for row in first.rows.values() for name in (HOST, marlin.OURS))
+    assert second.rows == {n: {name: round(t, 3) for name, t in row.items()} for n, row in first.rows.items()}
+    assert {len(result) for result in results} == set(marlin.COUNTS)
+    assert {result.shape[1] for result in results} == {3072 if form == "MXFP4" else sizes[2]}
+    assert all(bool(result.isfinite().all()) and bool(result.any()) for result in results)
+
+
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     with layers.vllm_config("cuda"), whole.one_rank(), torch.no_grad():
@@ -144,6 +215,7 @@ def crossover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param is not None:
         monkeypatch.setenv(settings.CROSSOVER.name, str(request.param))
     monkeypatch.setenv(settings.HOPPER.name, "1")
+    monkeypatch.setattr(marlin, "refusal", lambda *layer: "")
     plugin.install()
     yield request.param
     plugin.uninstall()

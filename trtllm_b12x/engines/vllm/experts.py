@@ -37,6 +37,8 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     slot: ClassVar[Slot]
     theirs: ClassVar[type[Any] | None] = None
     """vLLM's own experts for the same tensors, which serve beyond our kernels."""
+    rival: ClassVar[type[Any] | None] = None
+    """vLLM's own choice for tensors that loading changes, so that one of the two serves every call."""
 
     def __init__(
         self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
@@ -268,7 +270,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
                 if theirs is not None:
                     self.dispatch.judge_host(self._host_path(theirs))
                 paths = functools.partial(self._paths, theirs)
-                self.dispatch.measure(x.device, paths, self._sample_routes, f"vLLM {facts.version()}")
+                self.dispatch.measure(x.device, paths, self.sample_routes, f"vLLM {facts.version()}")
 
     def _host_path(self, theirs: Callable[..., None]) -> HostPath:
         # The ids of this rank's experts are local ones if these are not neighbors. vLLM takes global ones: -1 comes last.
@@ -285,7 +287,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         host = None if theirs is None else TimedPath([self._host_path(theirs).run])
         return crossover.paths_of([self.dispatch.schedule], host)
 
-    def _sample_routes(self, tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample_routes(self, tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logits = timing.router_logits(self.geometry, tokens, seed, skewed).to(machine.device_of(self.moe_config))
         values, ids = logits.topk(self.geometry.top_k, dim=1)
         return ids.to(torch.int32), values.softmax(1)
@@ -307,9 +309,9 @@ def named_keys(names: tuple[str, str | None]) -> tuple[Any, Any]:
 
 @functools.cache
 def experts_class(slot: Slot, theirs: type[Any] | None) -> type[Sm12xExperts]:
-    """Return the experts class of a slot. ``theirs`` is vLLM's, of a pair."""
+    """Return the experts class of a slot. ``theirs`` is the class that vLLM has chosen."""
     return type(
         f"{slot.format}Sm12xExperts",
         (Sm12xExperts,),
-        {"slot": slot, "theirs": theirs if slot.pair else None, "__module__": __name__},
+        {"slot": slot, "theirs" if slot.pair else "rival": theirs, "__module__": __name__},
     )

@@ -19,7 +19,7 @@ from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.kernels import Geometry, Kernel, first_line
 from trtllm_b12x.kernels.catalog import KERNELS
 
-from . import facts, problem, weights
+from . import facts, marlin, problem, weights
 from .facts import FAMILIES, SLOTS, Slot
 
 
@@ -139,7 +139,8 @@ def float32_default() -> Iterator[None]:
 def rehearse(experts_class: Any, config: Any) -> str:
     """Load and call an experts object on random weights of the layer's sizes, once per geometry. Every kernel is tested.
 
-    Return why our kernels do not serve; empty if they do. Plans are kept, so that layers compile nothing.
+    Marlin, if vLLM has chosen it, is timed on the same memory. Return why our kernels do not serve; empty if they do. Plans are
+    kept, so that layers compile nothing.
     """
     slot, device = experts_class.slot, device_of(config)
     key = slot, problem.geometry_of(config, slot), device
@@ -147,8 +148,8 @@ def rehearse(experts_class: Any, config: Any) -> str:
         started = time.monotonic()
         try:
             with float32_default(), torch.inference_mode(False), torch.no_grad():
-                kernels = _rehearse(experts_class, config, key[1], device)
-            _rehearsed[key] = Rehearsal("", kernels, time.monotonic() - started)
+                found = _rehearse(experts_class, config, key[1], device)
+            _rehearsed[key] = found._replace(seconds=time.monotonic() - started)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 return _plan_failed(error)  # memory may be free for the next layer
@@ -163,7 +164,7 @@ def _plan_failed(error: Exception) -> str:
     return f"{decision.RejectReason.KERNEL_PLAN_FAILED.name}: {first_line(error)}"
 
 
-def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch.device) -> list[Kernel]:
+def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch.device) -> Rehearsal:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
     tensors, gscales = weights.draw(geometry, device)
@@ -198,6 +199,8 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
         experts.apply(out, x, tensors.w1, tensors.w2, ones, ids, *activation, None, None, None, None, None, None, False)
     if experts.fault:
         raise RuntimeError(experts.fault)
+    if refusal := marlin.refusal(experts, tensors, config):
+        return Rehearsal(refusal)
     kept = []
     for name, kernel in experts.dispatch.schedule.families.items():
         kept.append(experts.dispatch.kernels[name]())
@@ -207,4 +210,4 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
         with suppress(ValueError):  # its plan raises it again
             kernel.describe(geometry, limit, device)  # enough for its scratch
             kept.append(kernel)
-    return kept
+    return Rehearsal("", kept)

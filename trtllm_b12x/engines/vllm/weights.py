@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from trtllm_b12x.formats.geometry import Geometry
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights, W4A16NVFP4Weights
 from trtllm_b12x.formats.weights import Epilogue, Weights, tensors_of
 
+ALIGNED = 256
 _TYPICAL = 672.0
 """Reciprocal of an input scale for activations of about 1: a quarter of the calibrated range, 6 * 448."""
 
@@ -121,19 +123,29 @@ def scale_ratio(scalars: Scalars) -> float:
     return float(torch.where(smaller > 0, larger / smaller, 1.0).max())
 
 
+def _neighbors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Return tensors in one allocation, of which ``marlin.view`` makes others. Each begins at a multiple of ``ALIGNED`` bytes."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    places = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    parts = torch.empty(sum(places), dtype=torch.uint8, device=device).split(places)
+    return [part[:size].view(dtype).view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
+
+
 def draw(geometry: Geometry, device: torch.device) -> tuple[Tensors, tuple[torch.Tensor, torch.Tensor] | None]:
     """Draw the tensors of a layer, and the input scales that its alphas contain, for a rehearsal."""
     kind, experts, hidden = WEIGHTS[geometry.format], geometry.num_experts, geometry.hidden_size
     generator = torch.Generator(device).manual_seed(0)
     size, rows = geometry.intermediate_size, (2 if geometry.gated else 1) * geometry.intermediate_size
-    codes, scales = [], []
+    code_shapes, scale_shapes = [], []
     for height, width in ((rows, hidden), (hidden, size)):
-        codes.append(torch.empty(experts, height, width // kind.packed, dtype=kind.code_dtype, device=device))
+        code_shapes.append((experts, height, width // kind.packed))
         blocks = width // kind.group_size
         if geometry.layout.scales != ROWS:
             height, blocks = -(-height // 128) * 128, -(-blocks // 4) * 4
-        scales.append(torch.empty(experts, height, blocks, dtype=kind.scale_dtype, device=device))
-        kind.draw(codes[-1], scales[-1], generator)
+        scale_shapes.append((experts, height, blocks))
+    codes, scales = _neighbors(code_shapes, kind.code_dtype, device), _neighbors(scale_shapes, kind.scale_dtype, device)
+    for matrix in zip(codes, scales, strict=True):
+        kind.draw(*matrix, generator)
     tensors = Tensors(codes[0], codes[1], (scales[0], scales[1]))
     if geometry.bias is not None:
         bias: Any = {"fill_value": 0.1, "dtype": geometry.bias, "device": device}

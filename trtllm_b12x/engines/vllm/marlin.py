@@ -1,0 +1,201 @@
+"""Time vLLM's Marlin beside our kernels while vLLM chooses: loading packs Marlin's weights, so one of the two serves every call.
+
+Marlin reads random bytes: the memory of the rehearsal's weights, in Marlin's shapes. Nothing is packed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_b12x.core import log
+from trtllm_b12x.core.errors import first_line
+from trtllm_b12x.dispatch import crossover, store, timing
+from trtllm_b12x.dispatch.policy import GAIN, HOST, Timings
+from trtllm_b12x.dispatch.timing import Runner, TimedPath
+from trtllm_b12x.formats.catalog import WEIGHTS
+from trtllm_b12x.formats.geometry import Geometry
+from trtllm_b12x.kernels import MoECall
+
+from . import facts
+from .weights import ALIGNED, Tensors
+
+COUNTS = (1, 8, 64, 256, 1024)
+"""Token counts that are timed, as far as the engine sends as many. Their geometric mean decides, with equal weights.
+
+No server's batches are known beforehand: a ratio of times counts as much at one count as at another, however long the call, and
+three of the five counts are batches of decode.
+"""
+BUDGET_S, LONGEST_S = 1.0, 1.5
+"""Seconds for all counts, and after which none ends: one that would is left out, except the first."""
+OURS = "ours"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What vLLM does to the weights of a format for Marlin, in 0.28 and 0.33."""
+
+    config: str
+    """Function of ``fused_moe/config.py`` that takes the packed scales."""
+    scales: torch.dtype
+    hidden: int
+    """The hidden size is padded to a multiple of this."""
+    size: tuple[int, int]
+    """The same of the intermediate size, if the hidden size is a multiple of 128, and if not."""
+    block_shape: tuple[int, int] | None = None
+
+
+PACKINGS = {
+    # mxfp4_round_up_hidden_size_and_intermediate_size (oracle/mxfp4.py)
+    "MXFP4": Packing("mxfp4_w4a16_moe_quant_config", torch.float8_e8m0fnu, 256, (128, 128)),
+    # marlin_moe_padded_intermediate (quantization/utils/marlin_utils.py)
+    "MXFP8": Packing("fp8_w8a16_moe_quant_config", torch.float8_e8m0fnu, 1, (64, 64), (1, 32)),
+    # prepare_nvfp4_moe_layer_for_marlin (quantization/utils/marlin_utils_fp4.py)
+    "W4A16_NVFP4": Packing("nvfp4_w4a16_moe_quant_config", torch.float8_e4m3fn, 1, (64, 128)),
+}
+
+
+class Key(store.Key):
+    """Conditions under which the times of both hold. ``doctor`` lists crossover tables, and no file of this name."""
+
+    @property
+    def file(self) -> str:
+        return super().file.replace("crossover", "marlin")
+
+
+def refusal(experts: Any, tensors: Tensors, config: Any) -> str:
+    """Return the times of both if Marlin is faster; empty if it is not, cannot be timed, or a setting asks for our kernels.
+
+    Times are stored: the next start measures nothing.
+
+    Args:
+        experts: our rehearsed experts, bound to ``tensors``.
+    """
+    rival = experts.rival
+    possible = rival is not None and rival.__name__ == "MarlinExperts" and timing.possible(tensors.w1.device)
+    if not possible or crossover.default_policy().asked:
+        return ""
+    try:
+        return verdict(_timings(experts, tensors, config))
+    except Exception as error:
+        log.logger.debug("Marlin is not timed beside %s: %s", experts.geometry, first_line(error))
+        return ""
+
+
+def verdict(timings: Timings) -> str:
+    """Return both mean times if ours is not within ``GAIN`` of Marlin's, else nothing."""
+    ours, theirs = (statistics.geometric_mean(row[name] for row in timings.rows.values()) for name in (OURS, HOST))
+    if GAIN * ours <= theirs:
+        return ""
+    counts = ", ".join(map(str, timings.counts))
+    return f"measured {theirs:,.1f} us, ours {ours:,.1f} us (geometric mean over {counts} tokens)"
+
+
+def _timings(experts: Any, tensors: Tensors, config: Any) -> Timings:
+    """Return stored times, or measure, first which of our kernels serves how many tokens."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    geometry, dispatch, device = experts.geometry, experts.dispatch, tensors.w1.device
+    engine = get_current_vllm_config_or_none()
+    limit = COUNTS[-1] if engine is None else engine.scheduler_config.max_num_batched_tokens
+    counts = [tokens for tokens in COUNTS if tokens <= limit]
+    like = crossover.key_of(geometry, device, dispatch.schedule, "", tuned=True)
+    paths = {"kernels": [*dispatch.kernels], "host": f"vLLM {facts.version()}, Marlin"}
+    key = Key(like.card, like.geometry, paths, like.conditions, counts[-1])
+    if (stored := store.load(key)) is not None:
+        return Timings({tokens: row for tokens, row in stored.rows.items() if tokens <= limit})
+    call = MoECall(torch.ones(1, geometry.hidden_size, dtype=geometry.dtype, device=device), *experts.sample_routes(1, 0, False))
+    dispatch.decided = False
+    experts.call(call, tensors.w1, tensors.w2, None, False)  # measures as a layer does in vLLM's profile run
+    schedule = dispatch.schedule
+    captured = all(kernel.features.graph_safe for kernel in schedule.kernels)
+    both = {
+        OURS: TimedPath([lambda call: schedule.at(len(call.ids)).run(call)], captured=captured),
+        HOST: TimedPath([runner(experts.rival, tensors, geometry, config, counts[-1])]),
+    }
+    options: Any = {"budget_s": BUDGET_S, "longest_s": LONGEST_S, "behind": (math.inf, math.inf)}
+    timings = timing.PathTimer(both, geometry, experts.sample_routes, device, **options)(counts)
+    store.keep(key, timings)
+    return timings
+
+
+def runner(rival: Any, tensors: Tensors, geometry: Geometry, config: Any, most: int) -> Runner:
+    """Return Marlin on the memory of ``tensors``, for calls of up to ``most`` tokens.
+
+    The input has as many columns as vLLM pads it to; the time of padding it is not Marlin's.
+    """
+    fused = importlib.import_module(f"{facts.FUSED_MOE}.config")
+    packed, device, packing = view(tensors, geometry), tensors.w1.device, PACKINGS[geometry.format]
+    hidden, size = packed_sizes(geometry)
+    values = {"alpha": config.swiglu_alpha, "beta": config.swiglu_beta, "clamp_limit": config.swiglu_limit}
+    given: dict[str, Any] = {f"gemm1_{name}": value for name, value in values.items() if value is not None}
+    given |= {"w1_scale": packed.scales[0], "w2_scale": packed.scales[1]}
+    if packing.block_shape is not None:
+        given["block_shape"] = [*packing.block_shape]
+    if packed.biases is not None:
+        given |= {"w1_bias": packed.biases[0], "w2_bias": packed.biases[1]}
+    if packed.alphas is not None:
+        given |= {"g1_alphas": packed.alphas[0], "g2_alphas": packed.alphas[1]}
+    theirs = rival(config, getattr(fused, packing.config)(**given))
+    local, total = geometry.num_experts, geometry.num_experts * geometry.ranks
+    places = torch.arange(total, dtype=torch.int32, device=device)
+    expert_map = None if total == local else places.masked_fill_(places >= local, -1)
+    sizes = most, size, hidden, geometry.top_k, total, local
+    shapes = theirs.workspace_shapes(*sizes, None, config.activation)
+    first, second, out = (torch.empty(shape, dtype=geometry.dtype, device=device) for shape in shapes)
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(most, hidden, dtype=geometry.dtype, device=device, generator=generator)
+
+    def run(call: MoECall) -> torch.Tensor:
+        result, inputs = out[: len(call.ids)], x[: len(call.ids)]
+        routes = call.router_weights, call.ids, config.activation, total, expert_map
+        theirs.apply(result, inputs, packed.w1, packed.w2, *routes, None, None, first, second, None, False)
+        return result
+
+    return run
+
+
+def packed_sizes(geometry: Geometry) -> tuple[int, int]:
+    """Return the hidden and the intermediate size that vLLM pads to for Marlin."""
+    hidden, packing = geometry.hidden_size, PACKINGS[geometry.format]
+    tile = packing.size[hidden % 128 > 0]
+    return -(-hidden // packing.hidden) * packing.hidden, -(-geometry.intermediate_size // tile) * tile
+
+
+def view(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """View the memory of a drawn layer in the shapes that Marlin reads. b bits a code, groups of g codes, padded H and I.
+
+    ``(E, H / 16, r*I * b/2)`` and ``(E, I / 16, H * b/2)`` int32; scales ``(E, H / g, r*I)`` and ``(E, I / g, H)``. See
+    ``gptq_marlin_repack`` and ``marlin_permute_scales`` of vLLM. Biases, of padded sizes, are new, and zero.
+    """
+    kind, experts, (hidden, size) = WEIGHTS[geometry.format], geometry.num_experts, packed_sizes(geometry)
+    rows, half = (2 if geometry.gated else 1) * size, 4 * kind.code_dtype.itemsize // kind.packed
+    codes = _views(tensors.w1, torch.int32, (experts, hidden // 16, rows * half), (experts, size // 16, hidden * half))
+    blocks = (experts, hidden // kind.group_size, rows), (experts, size // kind.group_size, hidden)
+    packed = Tensors(*codes, _views(tensors.scales[0], PACKINGS[geometry.format].scales, *blocks))
+    if tensors.alphas is not None:
+        # Of nvfp4_marlin_process_global_scale: its scales have other exponents. Outputs are then neither all zero nor infinite.
+        power = 2.0 ** (119 if geometry.dtype is torch.bfloat16 else 7)
+        packed.alphas = tensors.alphas[0] * power, tensors.alphas[1] * power
+    if tensors.biases is not None:
+        b1, b2 = (tensors.biases[0].new_zeros(experts, width) for width in (rows, hidden))
+        packed.biases = b1, b2
+    return packed
+
+
+def _views(
+    owner: torch.Tensor, dtype: torch.dtype, first: tuple[int, ...], second: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """View the start and the end of an allocation. Padded sizes make the two overlap, so that no further bytes are needed."""
+    memory = torch.empty(0, dtype=torch.uint8, device=owner.device).set_(owner.untyped_storage())
+    sizes = [dtype.itemsize * math.prod(shape) for shape in (first, second)]
+    if max(sizes) > memory.nbytes:
+        raise ValueError(f"Marlin pads a layer of {memory.nbytes} bytes to a matrix of {max(sizes)}")
+    start = (memory.nbytes - sizes[1]) // ALIGNED * ALIGNED
+    last = memory[start : start + sizes[1]]
+    return memory[: sizes[0]].view(dtype).view(first), last.view(dtype).view(second)
