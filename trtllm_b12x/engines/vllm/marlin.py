@@ -118,6 +118,8 @@ def _timings(experts: Any, tensors: Tensors, config: Any) -> Timings:
         OURS: TimedPath([lambda call: schedule.at(len(call.ids)).run(call)], captured=captured),
         HOST: TimedPath([runner(experts.rival, tensors, geometry, config, counts[-1])]),
     }
+    for tokens in counts:  # of Marlin most wheels have PTX, which the driver compiles at the first call: 30 s on an H200
+        both[HOST].runs[0](MoECall(call.x, *experts.sample_routes(tokens, 0, False)))
     options: Any = {"budget_s": BUDGET_S, "longest_s": LONGEST_S, "behind": (math.inf, math.inf)}
     timings = timing.PathTimer(both, geometry, experts.sample_routes, device, **options)(counts)
     store.keep(key, timings)
@@ -179,7 +181,10 @@ def view(tensors: Tensors, geometry: Geometry) -> Tensors:
     blocks = (experts, hidden // kind.group_size, rows), (experts, size // kind.group_size, hidden)
     packed = Tensors(*codes, _views(tensors.scales[0], PACKINGS[geometry.format].scales, *blocks))
     if tensors.alphas is not None:
-        # Of nvfp4_marlin_process_global_scale: its scales have other exponents. Outputs are then neither all zero nor infinite.
+        # Of nvfp4_marlin_process_scales and nvfp4_marlin_process_global_scale: a scale is five bits of exponent and three of
+        # mantissa, and small ones are zero in a product. The highest bit makes all of them large; for ours it is the sign.
+        for scales in packed.scales:
+            scales.view(torch.uint8).bitwise_or_(0x80)
         power = 2.0 ** (119 if geometry.dtype is torch.bfloat16 else 7)
         packed.alphas = tensors.alphas[0] * power, tensors.alphas[1] * power
     if tensors.biases is not None:

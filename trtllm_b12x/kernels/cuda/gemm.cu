@@ -22,10 +22,12 @@ extern "C" __global__ void __launch_bounds__(SORTERS)
     prepare(const __grid_constant__ Layer layer, const __grid_constant__ Call call) {
   wait_for_launch_ahead();
   let_next_launch_begin();
-  if (blockIdx.x == 0)
-    sort_routes(layer, call);
-  else
+  if (blockIdx.x)
     arrange_x(call);
+  else if (call.tokens * TOP_K <= SORTERS)
+    sort_routes<1>(layer, call);
+  else
+    sort_routes<MOST_ROUTES / SORTERS>(layer, call);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_SM)

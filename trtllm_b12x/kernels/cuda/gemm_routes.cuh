@@ -47,9 +47,11 @@ struct Workspace {
 
 // ---- sorting, by one block
 // Memory: counts, first routes and first groups of experts, experts by the size of their groups, sums of warps, tokens.
-constexpr int SIZES = GROUP_ROUTES / 8 + 1, EACH_SORTER = MOST_ROUTES / SORTERS;
+constexpr int SIZES = GROUP_ROUTES / 8 + 1;
 constexpr int SORTING_BYTES = 4 * (3 * EXPERTS + SIZES + SORTERS / 32) + 2 * MOST_ROUTES;
 
+// `each`: routes of a thread. Calls of up to 1,024 routes have short code: it comes from memory in every layer.
+template <int each>
 DEVICE void sort_routes(const Layer& layer, const Call& call) {
   u32 *count = (u32*)shared_memory(), *first_route = count + EXPERTS, *first_group = first_route + EXPERTS;
   u32 *of_size = first_group + EXPERTS, *sums = of_size + SIZES;
@@ -60,12 +62,12 @@ DEVICE void sort_routes(const Layer& layer, const Call& call) {
   if (has_expert) count[tid] = 0;
   if (tid < SIZES) of_size[tid] = 0;
   __syncthreads();
-  int expert[EACH_SORTER], rank[EACH_SORTER];
-  EACH (i, EACH_SORTER) {
+  int expert[each], rank[each];
+  EACH (i, each) {
     const int route = tid + i * SORTERS;
     expert[i] = route < routes ? local_expert_at(layer, id_of(call, route), call.wide_ids) : -1;
   }
-  EACH (i, EACH_SORTER)
+  EACH (i, each)
     if (expert[i] >= 0) rank[i] = atomicAdd(count + expert[i], 1);
   __syncthreads();
   // An expert's groups have the same size, but the last. Experts whose groups are largest come first: then tiles that
@@ -102,7 +104,7 @@ DEVICE void sort_routes(const Layer& layer, const Call& call) {
       w.table()[from + i] =
           make_uint4(tid, from << 16 | groups, place + i * size * 8, min(size * 8, own - i * size * 8));
   }
-  EACH (i, EACH_SORTER) {
+  EACH (i, each) {
     const int route = tid + i * SORTERS;
     if (route >= routes) continue;
     const int place = expert[i] < 0 ? -1 : (int)first_route[expert[i]] + rank[i];
