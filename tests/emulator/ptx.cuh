@@ -206,7 +206,11 @@ inline void barrier_wait(u32 barrier, u32 parity, emulator::Line line = {}) {
 inline void prefetch(const void*) {}
 
 // ---- copies from global to shared memory
-inline void copy16(u32 to, const u8* from, emulator::Line line = {}) { emulator::add_copy(to, from, 16, line); }
+template <int = 128>
+inline void copy16(u32 to, const u8* from, emulator::Line line = {}) {
+  emulator::add_copy(to, from, 16, line);
+}
+template <int = 128>
 inline void copy16(u32 to, const u8* from, bool there, emulator::Line line = {}) {
   emulator::add_copy(to, there ? from : nullptr, 16, line);
 }

@@ -171,6 +171,21 @@ def test_values_of_any_size(size: float) -> None:
     assert distance(large / size, plain) < BOUND
 
 
+@pytest.mark.parametrize("name", ["MXFP4 in tiles", "MXFP8"])
+@pytest.mark.parametrize("power", [-30, 15])
+def test_block_scales_far_from_one(name: str, power: int) -> None:
+    """Of MXFP4 the one launch takes none above 2**9."""
+    geometry, weights = LAYERS[name], weights_of(LAYERS[name])
+    fc1, fc2 = (
+        torch.where(sf > 0, sf + step, sf) for sf, step in ((weights.fc1_weight_sf, power), (weights.fc2_weight_sf, -power))
+    )
+    moved = replace(weights, fc1_weight_sf=fc1, fc2_weight_sf=fc2)  # the scales of padding stay 0
+    kernel = emulator.gemm_on_cpu(KERNELS["gemm", geometry.format][0], geometry, moved, SMALL, 5, first_expert(geometry))
+    call = draw(geometry, 9)
+    wanted = reference_of(geometry, moved, 9).run(call).float()
+    assert distance(emulator.run(kernel, call), wanted) < BOUND
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_token_that_is_not_a_number(value: float) -> None:
     """It leaves the others as they are."""

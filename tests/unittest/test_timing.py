@@ -231,8 +231,13 @@ def test_a_fixed_threshold() -> None:
 def test_the_summary_names_every_stretch() -> None:
     policy = measured({1: {"a": 9, "b": 1, HOST: 4}, 2: {"a": 1, "b": 2, HOST: 4}, 4: {"a": 1, HOST: 4}, 8: {"a": 8, HOST: 4}})
     assert policy.summary() == "stored: b 1-1, a 2-6, then CUTLASS"
-    assert policy.summary("grouped") == "stored: b 1-1, a 2-6, then grouped"
     assert measured({1: {"a": 9, HOST: 4}}).summary() == "stored: CUTLASS"
+
+
+def test_a_form_of_ours_need_not_gain_on_the_family_in_the_hosts_place() -> None:
+    timings = Timings({1: {"gemm a": 9.9, HOST: 10}, 2: {"gemm a": 10.1, HOST: 10}})
+    assert MeasuredPolicy(timings, "stored", base="gemm").summary() == "stored: gemm a 1-1, then gemm"
+    assert MeasuredPolicy(timings, "stored").summary() == "stored: CUTLASS"
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "fast", None, [1]])

@@ -103,7 +103,7 @@ def test_two_kernels_of_a_format_that_the_host_has_no_path_for(
     out = tmp_path / "out.json"
     lines = run(*SIZES, "--format", "mxfp8", "--activation", activation, "--out", out).output.splitlines()
     assert "MXFP8: measured in " in lines[3]
-    assert lines[3].endswith("triton 1-9, then grouped, 1 layers")
+    assert lines[3].endswith("triton 1-10, then grouped, 1 layers")
     assert lines[4].split() == ["tokens", "rows/expert", "triton", "us", "grouped", "us", "limit", "us", "chosen"]
     read = 3 * 128 * 256 * 33 / 32 * 8 * (1 - 0.75**8) * 1e6 / 1e12
     assert rows(lines[5:])[8] == ["2.00", "8.0", "10.0", f"{read:.1f}", "triton"]

@@ -151,23 +151,23 @@ def _policy(
     schedule: Schedule, device: torch.device, tuned: bool, paths: Paths, sample_routes: RouteSampler, host: str
 ) -> DispatchPolicy:
     """Decide in this order: a fixed setting, a file that the setting names, stored times, a measurement, the default."""
-    file, geometry = settings.CROSSOVER(), schedule.kernels[0].geometry
+    file, geometry, base = settings.CROSSOVER(), schedule.kernels[0].geometry, schedule.base
     if isinstance(file, int):
         return default_policy()
     key, tuned_key = (key_of(geometry, device, schedule, host, stage) for stage in (tuned, True))
     if isinstance(file, Path):
         try:
-            return MeasuredPolicy(store.load_file(file, key), f"{settings.CROSSOVER.name}={file}", asked=True)
+            return MeasuredPolicy(store.load_file(file, key), f"{settings.CROSSOVER.name}={file}", True, base)
         except ValueError as error:
             log.once(f"{settings.CROSSOVER.name} has no table for {geometry}: {error}; the card is asked")
     for stored_key in (tuned_key,) if tuned else (tuned_key, key):
         if (timings := store.load(stored_key)) is not None:
-            return MeasuredPolicy(timings, "stored")
+            return MeasuredPolicy(timings, "stored", base=base)
     timed = paths()
     timer = timing.PathTimer(timed, geometry, sample_routes, device)
     timings = timer(counts_to_measure(timing.largest_served(timed).values()))
     store.keep(key, timings)
-    return MeasuredPolicy(timings, f"measured in {timer.spent_s:.1f} s")
+    return MeasuredPolicy(timings, f"measured in {timer.spent_s:.1f} s", base=base)
 
 
 def _log(schedule: Schedule) -> None:

@@ -94,9 +94,12 @@ class MeasuredPolicy:
 
     measured = True
 
-    def __init__(self, timings: Timings, source: str, asked: bool = False) -> None:
-        """``source``: "measured in 1.2 s", "stored", or the setting that named a file, which the user ``asked`` for."""
-        self.timings, self.source, self.asked = timings, source, asked
+    def __init__(self, timings: Timings, source: str, asked: bool = False, base: str = "") -> None:
+        """``source``: "measured in 1.2 s", "stored", or the setting that named a file, which the user ``asked`` for.
+
+        ``base``: the family in the place of a host without a path. Others need not be 3 % faster than it.
+        """
+        self.timings, self.source, self.asked, self.base = timings, source, asked, base
 
     def select(self, tokens: int, serving: Sequence[str]) -> str | None:
         first, second, weight = self.timings.around(tokens)
@@ -113,19 +116,19 @@ class MeasuredPolicy:
             elif name in far and first < tokens and (best := _best(near, family)):
                 # It begins in between: it is as far behind its family's fastest form as there.
                 times[name] = best / near[HOST] * far[name] / _best(far, family)
-        return fastest(times)
+        return fastest(times, gain=1.0 if self.base else GAIN)
 
     def ranges(self, max_tokens: int, serving: Mapping[str, int]) -> list[Stretch]:
         """Return the stretches of counts. ``serving`` has the largest count of each family."""
         return stretches(lambda n: self.select(n, [family for family, last in serving.items() if n <= last]) or HOST, max_tokens)
 
-    def summary(self, base: str = "CUTLASS") -> str:
-        """Say where the times come from and what they choose. ``base`` is the host's path, or the family in its place."""
+    def summary(self) -> str:
+        """Say where the times come from and what they choose."""
         largest: dict[str, int] = {}
         for tokens, paths in self.timings.rows.items():
             largest.update(dict.fromkeys(paths, tokens))
         largest.pop(HOST, None)
-        return described(self.source, self.ranges(max(largest.values(), default=0), largest), base)
+        return described(self.source, self.ranges(max(largest.values(), default=0), largest), self.base or "CUTLASS")
 
 
 Stretch = tuple[int, int, str]
@@ -153,11 +156,11 @@ def _best(times: Mapping[str, float], family: str) -> float:
 DispatchPolicy = FixedThreshold | MeasuredPolicy
 
 
-def fastest(paths: Mapping[str, float], serving: Collection[str] | None = None) -> str | None:
-    """Return the fastest family (of ``serving``, if given) if it beats the host by ``GAIN``, else None."""
+def fastest(paths: Mapping[str, float], serving: Collection[str] | None = None, gain: float = GAIN) -> str | None:
+    """Return the fastest family (of ``serving``, if given) if it beats the host by ``gain``, else None."""
     rivals = [name for name in paths if name != HOST and (serving is None or name in serving)]
     best = min(rivals, key=paths.__getitem__, default=None)
-    return best if best is not None and paths[best] <= GAIN * paths[HOST] else None
+    return best if best is not None and paths[best] <= gain * paths[HOST] else None
 
 
 def counts_to_measure(largest: Collection[int]) -> list[int]:

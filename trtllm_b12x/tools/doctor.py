@@ -341,7 +341,7 @@ def _stored(file: Path) -> str:
         current = (table["form"], key.conditions, key.file) == (store.FORM, store.versions(), file.name)
         if timings := store.load(key) if current else None:
             host = key.paths["host"]
-            summary = MeasuredPolicy(timings, "stored").summary(host if host in settings.FAMILIES else "CUTLASS")
+            summary = MeasuredPolicy(timings, "stored", base=host if host in settings.FAMILIES else "").summary()
             sizes = "{num_experts} experts, top {top_k}, {hidden_size} x {intermediate_size}, {format}".format(**key.geometry)
             return f"{key.card['name']}, {sizes}: {summary}"
     return ""

@@ -13,7 +13,7 @@ import click
 from trtllm_b12x.core import disk, settings
 from trtllm_b12x.core.errors import first_line
 from trtllm_b12x.core.version import __version__
-from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy, Timings, counts_to_measure, fastest
+from trtllm_b12x.dispatch.policy import HOST, MeasuredPolicy, counts_to_measure
 from trtllm_b12x.formats.geometry import LayerShape
 
 from . import options
@@ -140,7 +140,7 @@ def _measure(name: str, shape: LayerShape, ranks: options.Ranks, copy: float) ->
         tuned = bool(schedule.base) or not build_layer.is_embedded()
         key = crossover.key_of(geometry, device, schedule, load().generation, tuned)
     store.keep(key, times)
-    policy = MeasuredPolicy(times, f"measured in {timer.spent_s:.1f} s")
+    policy = MeasuredPolicy(times, f"measured in {timer.spent_s:.1f} s", base=schedule.base)
     rows = {tokens: tokens * geometry.top_k / geometry.num_experts / geometry.ranks for tokens in times.counts}
     expert_us = 1e6 * timing.expert_bytes(geometry) / copy
     limit_us = {tokens: expert_us * timing.expected_hits(geometry, tokens) for tokens in times.counts}
@@ -153,19 +153,20 @@ def _measure(name: str, shape: LayerShape, ranks: options.Ranks, copy: float) ->
         "bandwidth_limit": {str(tokens): round(time, 2) for tokens, time in limit_us.items()},
         "chosen": policy.ranges(max(largest.values()), largest),
     }
-    summary = policy.summary(schedule.base or "CUTLASS")
+    summary = policy.summary()
     lines = [f"{name}, on a rank {geometry}: {summary}, {len(modules)} layers"]
-    return table, lines + _lines([*largest, HOST], schedule.base or HOST, times, rows, limit_us)
+    return table, lines + _lines([*largest, HOST], policy, rows, limit_us)
 
 
-def _lines(paths: list[str], host: str, times: Timings, rows: dict[int, float], limit_us: dict[int, float]) -> list[str]:
-    """Return the table as it is printed. Paths of long names have a letter each, and a line above. ``host``: title of HOST."""
+def _lines(paths: list[str], policy: MeasuredPolicy, rows: dict[int, float], limit_us: dict[int, float]) -> list[str]:
+    """Return the table as it is printed. Paths of long names have a letter each, and a line above."""
+    host = policy.base or HOST
     short = {path: path if len(path) <= 8 else f"({chr(97 + number)})" for number, path in enumerate(paths)} | {HOST: host}
     lines = [f"{letter} {path}" for path, letter in short.items() if letter not in (path, host)]
     lines.append("  ".join(("tokens", "rows/expert", *(f"{short[path]} us".rjust(10) for path in paths), "  limit us", "chosen")))
-    for tokens, row in times.rows.items():
+    for tokens, row in policy.timings.rows.items():
         cells = [(f"{row[path]:.1f}" if path in row else "-").rjust(10) for path in paths]
-        ends = f"{limit_us[tokens]:.1f}".rjust(10), short[fastest(row) or HOST]
+        ends = f"{limit_us[tokens]:.1f}".rjust(10), short[policy.select(tokens, [path for path in row if path != HOST]) or HOST]
         lines.append("  ".join((str(tokens).rjust(6), f"{rows[tokens]:.2f}".rjust(11), *cells, *ends)))
     return lines
 

@@ -145,7 +145,7 @@ class GemmKernel(OwnKernel):
         sizes = sizes_of_layer(self.geometry, self.number_format())
         sizes |= {"HALVES1": 2, "HALVES2": 2, "NARROW": False, "TILES_A_TASK": 1, "STAGES": _STAGES, "GROUP_ROUTES": shape.routes}
         sizes |= {"WARPS": shape.warps, "PARTS1": shape.warps, "PARTS2": shape.warps, "BLOCKS_A_SM": shape.blocks}
-        sizes["SCALED_X"] = self.number_format().code_bits == 8
+        sizes["SCALED_X"] = self.number_format().group_size == 32
         # A list of tiles for fewer blocks is longer than it need be. Then cards share cubins.
         sizes["FEWEST_BLOCKS"] = 1 << (blocks.bit_length() - 1)
         return Variant(f"gemm, {shape}", SOURCE, shape.routes, tuple(sizes.items()))

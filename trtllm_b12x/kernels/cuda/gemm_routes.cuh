@@ -136,7 +136,7 @@ DEVICE void arrange_x(const Call& call) {
         x[4 * j] = q.x, x[4 * j + 1] = q.y, x[4 * j + 2] = q.z, x[4 * j + 3] = q.w;
       }
       if (SCALED_X)
-        EACH (j, 16) x[j] = fma_bf16x2(x[j], TWO_TO_60, MINUS_ZEROS);
+        EACH (j, 16) x[j] = fma_bf16x2(x[j], X_FACTORS, MINUS_ZEROS);
       to_pairs(x);
     }
     EACH (j, 4)

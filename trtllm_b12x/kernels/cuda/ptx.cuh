@@ -81,13 +81,21 @@ DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // ---- copies from global to shared memory
-DEVICE void copy16(u32 to, const u8* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Writes 16 zeros, and reads nothing, if not `there`.
+// Writes 16 zeros, and reads nothing, if not `there`. `line`: bytes that L2 fetches at once, 128 or 256.
+template <int line = 128>
 DEVICE void copy16(u32 to, const u8* from, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
+  const int bytes = there ? 16 : 0;
+  if (line == 128)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+template <int line = 128>
+DEVICE void copy16(u32 to, const u8* from) {
+  if (line == 128)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 // Copies 4, 8 or 16 bytes.
 template <int bytes>

@@ -14,6 +14,9 @@ DEVICE void copy_scales(u32 to, const u8* from, int left) {
     if (i < ahead + bytes && i < ahead + left) copy_bytes<4>(to + i, from - ahead + i);
 }
 
+// On an H200 grouped products of MXFP8 take 1.5 % less time with 256, those of FP4 2 % more.
+constexpr int LINE = CODE_BITS == 8 && SCALED_X ? 256 : 128;
+
 struct Stage {
   // Lanes that copy scales, and bytes of each. In 128x4 tiles a lane copies 16 bytes of a row of rows and four groups
   // of columns.
@@ -80,9 +83,9 @@ struct Stage {
       const bool there = (EXACT1 || (int)from.w + j * NEXT_PIECE < INTERMEDIATE) &&
                          (STORED_HIDDEN % 128 == 0 || column + column16(t, i) < STORED_HIDDEN);
       if (EXACT1 && STORED_HIDDEN % 128 == 0)
-        copy16(to + lane * 16 + n * 512, at);
+        copy16<LINE>(to + lane * 16 + n * 512, at);
       else
-        copy16(to + lane * 16 + n * 512, there ? at : layer.w1, there);
+        copy16<LINE>(to + lane * 16 + n * 512, there ? at : layer.w1, there);
     }
     const bool group = !TILED_SCALES || SCALE_TILES1 % TILES_A_BLOCK == 0 ||
                        (first1 + later) * TILES_A_BLOCK + (lane >> 3) % TILES_A_BLOCK < SCALE_TILES1;
@@ -103,9 +106,9 @@ struct Stage {
       const bool row = EXACT2 || (int)from.w + (NARROW ? 0 : piece * NEXT_PIECE) < STORED_HIDDEN;
       const bool there = row && (FULL2 || (block + (NARROW ? piece : 0)) * 128 + column16(t, i) < INTERMEDIATE);
       if (EXACT2 && FULL2)
-        copy16(to + lane * 16 + n * 512, at);
+        copy16<LINE>(to + lane * 16 + n * 512, at);
       else
-        copy16(to + lane * 16 + n * 512, there ? at : layer.w2, there);
+        copy16<LINE>(to + lane * 16 + n * 512, there ? at : layer.w2, there);
     }
     const bool group = TILED_SCALES ? SCALE_TILES2 % (LANES2 / 8) == 0 ||
                                           block * TILES_A_BLOCK + (lane >> 3) % (LANES2 / 8) < SCALE_TILES2
