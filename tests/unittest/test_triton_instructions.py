@@ -10,7 +10,7 @@ import torch
 from trtllm_b12x.formats import mxfp4
 from trtllm_b12x.formats.mxfp8 import decode_e8m0
 from trtllm_b12x.formats.nvfp4 import decode_e2m1
-from trtllm_b12x.kernels.triton import grouped_products, operands
+from trtllm_b12x.kernels.triton import operands
 
 Registers = dict[str, torch.Tensor]
 """32 bits each, as int64."""
@@ -110,17 +110,6 @@ def test_every_code_times_every_scale(kind: str) -> None:
             assert torch.equal(found[parity].isnan(), ~number)
             assert torch.equal(found[parity][number], expected[number]), (product, parity)
             assert torch.equal(found[parity][number].signbit(), ((code >= 8) ^ scales.signbit())[number])
-
-
-def test_every_byte_of_two_codes() -> None:
-    """Low and high nibble of four bytes, bfloat16 times 2**-126."""
-    codes = torch.arange(256).view(-1, 4)
-    words = (codes << 8 * torch.arange(4)).sum(1)
-    state = execute(str(grouped_products._NIBBLES.value), {"$4": words}, torch.bfloat16)
-    found = torch.stack([floats(state[f"${i}"], torch.bfloat16).T for i in range(4)], 1)  # (n, register, half)
-    low, high = found[:, :2].reshape(-1, 4), found[:, 2:].reshape(-1, 4)
-    assert torch.equal(low * 2.0**126, decode_e2m1(codes & 15).double())
-    assert torch.equal(high * 2.0**126, decode_e2m1(codes >> 4).double())
 
 
 def test_every_e4m3_times_every_scale() -> None:
