@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tests.nvfp4_layer import interleaved
@@ -35,7 +37,7 @@ def random_experts(
 
 
 def random_weights(geometry: Geometry, device: torch.device | str = "cpu", seed: int = 0) -> MXFP8Weights:
-    """What kernels of ``geometry`` are given: random codes, and scales of six neighboring powers of two.
+    """What kernels of ``geometry`` are given: random codes, scales of six neighboring powers of two, and biases that tell.
 
     Rows of any order are as good as those of another: weights are random.
     """
@@ -48,6 +50,10 @@ def random_weights(geometry: Geometry, device: torch.device | str = "cpu", seed:
         plain = torch.empty(experts, height, width // 32, dtype=torch.uint8, device=device).random_(110, 116, generator=generator)
         found += [values.to(torch.float8_e4m3fn), plain if geometry.layout.scales == ROWS else interleaved(plain)]
     epilogue = constants(experts, device) if geometry.activation == "SwigluBias" else Epilogue()
+    if geometry.bias is not None:
+        drawn = (torch.randn(experts, height, generator=generator, device=device) * 0.02 for height in (rows, hidden))
+        fc1_bias, fc2_bias = (bias.to(geometry.bias) for bias in drawn)
+        epilogue = replace(epilogue, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
     return MXFP8Weights(*found, epilogue=epilogue, layout=geometry.layout)
 
 

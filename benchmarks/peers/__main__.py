@@ -36,6 +36,7 @@ LAYERS = {"nvfp4": GEOMETRIES, "w4a16_nvfp4": W4A16, "mxfp4": MXFP4, "mxfp8": MX
 TOKENS = {
     "cuda": (1, 2, 4, 8, 16, 32, 64),
     "triton": (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    "gemm": (1, 16, 64, 128, 256, 1024, 4096),
     "grouped": (1, 16, 64, 128, 256, 1024, 4096),
 }
 SPLIT_TOKENS = (1, 8, 64)

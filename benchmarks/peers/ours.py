@@ -18,18 +18,19 @@ from trtllm_b12x.dispatch.timing import expert_bytes, graph_seconds
 from trtllm_b12x.formats.weights import Weights
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall
 from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel
+from trtllm_b12x.kernels.cuda.gemm import GemmKernel, GemmMXFP4Kernel, GemmMXFP8Kernel, GemmW4A16Kernel
+from trtllm_b12x.kernels.plans import OwnKernel
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
-from trtllm_b12x.kernels.triton.jit import JitKernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 
-KERNELS: dict[str, dict[str, type[CudaKernel | JitKernel]]] = {
-    "nvfp4": {"cuda": CudaKernel, "triton": TritonKernel, "grouped": GroupedNVFP4Kernel},
-    "w4a16_nvfp4": {"cuda": CudaW4A16Kernel, "triton": TritonW4A16Kernel, "grouped": GroupedW4A16Kernel},
-    "mxfp4": {"cuda": CudaMXFP4Kernel, "triton": TritonMXFP4Kernel, "grouped": GroupedMXFP4Kernel},
-    "mxfp8": {"cuda": CudaMXFP8Kernel, "triton": TritonMXFP8Kernel, "grouped": GroupedKernel},
+KERNELS: dict[str, dict[str, type[OwnKernel]]] = {
+    "nvfp4": {"cuda": CudaKernel, "triton": TritonKernel, "gemm": GemmKernel, "grouped": GroupedNVFP4Kernel},
+    "w4a16_nvfp4": {"cuda": CudaW4A16Kernel, "triton": TritonW4A16Kernel, "gemm": GemmW4A16Kernel},
+    "mxfp4": {"cuda": CudaMXFP4Kernel, "triton": TritonMXFP4Kernel, "gemm": GemmMXFP4Kernel},
+    "mxfp8": {"cuda": CudaMXFP8Kernel, "triton": TritonMXFP8Kernel, "gemm": GemmMXFP8Kernel, "grouped": GroupedKernel},
 }
 QUANTIZATION = {"nvfp4": "W4A16 NVFP4", "w4a16_nvfp4": "W4A16 NVFP4", "mxfp4": "W4A16 MXFP4", "mxfp8": "W8A16 MXFP8"}
-GROUPED_QUANTIZATION = QUANTIZATION | {"nvfp4": "W4A4 NVFP4", "mxfp8": "W8A8 MXFP8"}
+GROUPED_QUANTIZATION = {"nvfp4": "W4A4 NVFP4", "mxfp8": "W8A8 MXFP8"}
 SPLITS: dict[str, tuple[int, int]] = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "EP4": (1, 4)}
 """Tensor parallel and expert parallel ranks."""
 MOST_CHECKED = 4096
@@ -46,9 +47,7 @@ def split(geometry: Geometry, tp: int, ep: int) -> Geometry:
 class Layers:
     """The same kernel on several layers' weights."""
 
-    def __init__(
-        self, kind: type[CudaKernel | JitKernel], geometry: Geometry, layers: Sequence[Layer | Weights], most_tokens: int
-    ) -> None:
+    def __init__(self, kind: type[OwnKernel], geometry: Geometry, layers: Sequence[Layer | Weights], most_tokens: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         self.geometry = geometry
         self.kernels = []

@@ -27,7 +27,7 @@ from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXF
 from trtllm_b12x.kernels.cuda.gemm import GemmKernel, GemmMXFP4Kernel, GemmMXFP8Kernel, GemmW4A16Kernel
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
@@ -54,8 +54,6 @@ KINDS: dict[tuple[str, str], type[Any]] = {
     ("gemm", "MXFP4"): GemmMXFP4Kernel,
     ("gemm", "MXFP8"): GemmMXFP8Kernel,
     ("grouped", "NVFP4"): GroupedNVFP4Kernel,
-    ("grouped", "W4A16_NVFP4"): GroupedW4A16Kernel,
-    ("grouped", "MXFP4"): GroupedMXFP4Kernel,
     ("grouped", "MXFP8"): GroupedKernel,
 }
 BOUNDS = {"cuda": 0.004, "triton": 0.004, "gemm": 0.004, "grouped": 0.005}
@@ -81,8 +79,6 @@ SIZES = {
     ("grouped", "NVFP4"): [(2816, 704), (192, 64)],
     ("triton", "W4A16_NVFP4"): [(192, 80), (2816, 352), (2048, 512)],
     ("triton", "MXFP4"): [(160, 128), (2880, 768), (4096, 256)],
-    ("grouped", "W4A16_NVFP4"): [(2816, 704), (192, 64), (2048, 512)],
-    ("grouped", "MXFP4"): [(160, 128), (2880, 768)],
     ("triton", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
     ("grouped", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
 }
@@ -186,22 +182,22 @@ def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
         assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
 
 
-@pytest.mark.parametrize("family", TOKENS)
-@pytest.mark.parametrize(
-    ("form", "hidden", "size", "fc1"),
-    [
-        ("MXFP4", 320, 448, BY_TURNS),
-        ("MXFP4", 2880, 704, GATE_UP),
-        ("MXFP8", 384, 448, GATE_UP),
-        ("W4A16_NVFP4", 320, 192, GATE_UP),
-    ],
-)
-def test_rows_of_scales_that_fill_no_words(family: str, form: str, hidden: int, size: int, fc1: str) -> None:
+ODD_ROWS = {
+    "MXFP4": [(320, 448, BY_TURNS), (2880, 704, GATE_UP)],
+    "MXFP8": [(384, 448, GATE_UP)],
+    "W4A16_NVFP4": [(320, 192, GATE_UP)],
+}
+"""Hidden size, intermediate size, order of FC1's rows."""
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(kind, sizes) for kind in KINDS for sizes in ODD_ROWS.get(kind[1], ())], ids=str)
+def test_rows_of_scales_that_fill_no_words(kind: Kind, sizes: tuple[int, int, str]) -> None:
     """As vLLM has gpt-oss, whose rows have 90 scales, and gemma-4, whose rows have 22."""
-    kind, activation = (family, form), "SwigluBias" if fc1 == BY_TURNS else "Swiglu"
-    geometry = Geometry(8, 3, hidden, size, activation, format=form, layout=WeightLayout(ROWS, fc1))
+    hidden, size, fc1 = sizes
+    activation = "SwigluBias" if fc1 == BY_TURNS else "Swiglu"
+    geometry = Geometry(8, 3, hidden, size, activation, format=kind[1], layout=WeightLayout(ROWS, fc1))
     kernel, yardstick = planned(kind, geometry)
-    for tokens in TOKENS[family]:
+    for tokens in TOKENS[kind[0]]:
         call = drawn(kind, geometry, tokens)
         assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
 
@@ -328,6 +324,10 @@ def built(form: str, gated: bool = True, size: int = 192, seed: int = 0) -> tupl
     return layers.load(module, tensors), tensors
 
 
+FIRST = {"gemm": 9, "grouped": 64}
+"""Fewest tokens of families that serve beyond decode."""
+
+
 @pytest.mark.parametrize(
     ("form", "families", "gated"),
     [
@@ -335,7 +335,7 @@ def built(form: str, gated: bool = True, size: int = 192, seed: int = 0) -> tupl
         for pair in (("NVFP4", "cuda"), ("NVFP4", "triton"), ("NVFP4", "grouped"), ("MXFP8", "triton,grouped"))
         for gated in (True, False)
     ]
-    + [("W4A16_NVFP4", "triton", True), ("W4A16_NVFP4", "grouped", True), ("MXFP4", "triton", True)],
+    + [("W4A16_NVFP4", "triton", True), ("W4A16_NVFP4", "gemm", True), ("MXFP4", "triton", True), ("MXFP4", "gemm", True)],
 )
 def test_a_layer_at_every_count(monkeypatch: pytest.MonkeyPatch, form: str, families: str, gated: bool) -> None:
     """Against the strict reference: decode takes activations as they are, all others quantize them."""
@@ -346,7 +346,8 @@ def test_a_layer_at_every_count(monkeypatch: pytest.MonkeyPatch, form: str, fami
         for tokens in (1, 2, 8, 40, 63, 64, 300, 4096):
             x, logits = layers.inputs(module, tokens, tensors) if form == "NVFP4" else _inputs(tokens)
             kernel = module.backend.schedule.at(tokens)
-            assert (kernel is None) == (form != "MXFP8" and (families != "grouped") == (tokens >= 64))
+            served = tokens >= FIRST[families] if families in FIRST else tokens < 64
+            assert (kernel is None) == (form != "MXFP8" and not served)
             call = reference.MoECall(x, *module.routing_method.apply(logits))
             quantizes = form == "NVFP4" if kernel is None else kernel.features.arithmetic == "KERNEL"
             arithmetic = Arithmetic.KERNEL if quantizes else Arithmetic.UNQUANTIZED

@@ -96,8 +96,8 @@ def test_ranks(form: str, ranks: tuple[str, ...], made: Any, tmp_path: Path) -> 
 
 
 def test_w4a16_nvfp4_beyond_decode(made: Any, tmp_path: Path) -> None:
-    layers = verify(made("qwen3.6")[0], tmp_path, "--kernels", "grouped", "--tokens", "64,200", "--require-b12x")["layers"]
-    assert {case["path"] for layer in layers for case in layer["cases"]} == {"grouped"}
+    layers = verify(made("qwen3.6")[0], tmp_path, "--kernels", "gemm", "--tokens", "9,64,200", "--require-b12x")["layers"]
+    assert {case["path"] for layer in layers for case in layer["cases"]} == {"gemm"}
     assert all(case["error"] < 0.004 for layer in layers for case in layer["cases"])
 
 

@@ -14,7 +14,6 @@ from tests import forks, layers, mxfp8
 from tests.allocations import weights_left
 from tests.checkpoints import random_experts
 from tests.nvfp4_layer import random_call, random_layer
-from trtllm_b12x.formats import FORMATS
 from trtllm_b12x.formats.weights import Epilogue
 from trtllm_b12x.kernels import Geometry, MoECall, catalog
 from trtllm_b12x.kernels.cards import Card
@@ -125,17 +124,17 @@ def test_a_limit_that_is_replaced_is_followed(monkeypatch: pytest.MonkeyPatch) -
 def test_a_plan_keeps_no_weights(family: str) -> None:
     """Layers share it, and it is made once: what it kept of the first layer would never be freed."""
     left = forks.in_the_interpreter(f"{__name__}:in_the_interpreter", family)
-    assert left == {form.name: [] for form in FORMATS}
+    assert left == {form: [] for name, form in catalog.KERNELS if name == family}
 
 
 def in_the_interpreter(family: str) -> dict[str, list[str]]:
     left = {}
-    for form in FORMATS:
-        geometry = Geometry(2, 1, 128, 128, "Swiglu", format=form.name)
-        kernel = catalog.KERNELS[family, form.name][0]()
+    for form in (form for name, form in catalog.KERNELS if name == family):
+        geometry = Geometry(2, 1, 128, 128, "Swiglu", format=form)
+        kernel = catalog.KERNELS[family, form][0]()
         kernel.plan(geometry, 1, CPU)
         kernel.bind(weights_of(geometry))
         kernels = [kernel]
         del kernel
-        left[form.name] = weights_left(kernels, MoECall(*random_call(geometry, 1)))
+        left[form] = weights_left(kernels, MoECall(*random_call(geometry, 1)))
     return left

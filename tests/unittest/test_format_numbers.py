@@ -1,4 +1,4 @@
-"""The kernels' numbers in Triton's interpreter: every format in every layout, and grouped products of all formats.
+"""The kernels' numbers in Triton's interpreter: every format in every layout, and grouped products of NVFP4 and MXFP8.
 
 Each is compared with torch at the same rounding points and, where activations stay in 16 bits, with the layer in float32.
 Decode of NVFP4 is in ``test_triton_numbers.py``; ``test_kernels_device.py`` has a GPU's numbers.
@@ -38,6 +38,7 @@ BOUND = 0.004
 NVFP4, MXFP8 = ("NVFP4", WeightLayout()), ("MXFP8", WeightLayout())
 W4A16_ROWS, W4A16_GATE_UP = ("W4A16_NVFP4", WeightLayout(scales=ROWS)), ("W4A16_NVFP4", WeightLayout(ROWS, GATE_UP))
 MXFP4_PADDED, MXFP4_TURNS = ("MXFP4", WeightLayout(hidden_multiple=128)), ("MXFP4", WeightLayout(ROWS, BY_TURNS))
+MXFP8_GATE_UP, MXFP8_TURNS = ("MXFP8", WeightLayout(ROWS, GATE_UP)), ("MXFP8", WeightLayout(ROWS, BY_TURNS))
 GPT_OSS: dict[str, Any] = {"activation": "SwigluBias", "bias": torch.bfloat16}
 BLOCKS = Tiles(16, Tile(32, 128, 2, 2), Tile(64, 128, 4, 2))
 Answers = dict[str, float | bool]
@@ -238,10 +239,8 @@ SHORT: dict[str, Callable[[], Answers]] = {
     "W4A16 without a gate": case("triton", W4A16_GATE_UP, 3, 2, 128, 64, activation="Relu2"),
     "MXFP4 padded, bias and limits": case("triton", MXFP4_PADDED, 4, 2, 160, 256, **GPT_OSS),
     "MXFP4 by turns": case("triton", MXFP4_TURNS, 4, 2, 160, 96, **GPT_OSS),
-    "grouped W4A16 in rows": case("grouped", W4A16_ROWS, 4, 2, 128, 192, tokens=70),
-    "grouped MXFP4 by turns": case("grouped", MXFP4_TURNS, 4, 2, 160, 96, tokens=70, **GPT_OSS),
-    "grouped MXFP4 padded by a step": case("grouped", MXFP4_PADDED, 4, 2, 192, 64, tokens=70),
-    "grouped MXFP4, halves of words": case("grouped", MXFP4_TURNS, 4, 2, 192, 64, tokens=70),
+    "grouped MXFP8 by turns": case("grouped", MXFP8_TURNS, 4, 2, 128, 96, tokens=20, **GPT_OSS),
+    "grouped MXFP8, halves of words": case("grouped", MXFP8_GATE_UP, 4, 2, 128, 64, tokens=20),
     "grouped NVFP4, alpha, beta and limit": case("grouped", NVFP4, 3, 2, 128, 64, tokens=9, activation="SwigluBias"),
     "grouped NVFP4, a rank of two": case("grouped", NVFP4, 5, 3, 128, 64, tokens=9, activation="Gelu", ranks=2),
     "MXFP8": case("triton grouped", MXFP8, 4, 2, 128, 96),
@@ -263,12 +262,7 @@ LONG: dict[str, Callable[[], Answers]] = {
     "MXFP4 padded, blocks of 16": case("triton", MXFP4_PADDED, 4, 2, 96, 128, tokens=40, tiles=BLOCKS, bias=torch.bfloat16),
     "MXFP4 by turns, blocks of 16": case("triton", MXFP4_TURNS, 4, 2, 128, 96, tokens=40, tiles=BLOCKS, activation="SwigluBias"),
     "MXFP4, a rank of two": case("triton", MXFP4_PADDED, 5, 3, 160, 128, tokens=9, ranks=2),
-    "grouped W4A16, gate first": case("grouped", W4A16_GATE_UP, 4, 2, 192, 64, tokens=70, activation="Geglu"),
-    "grouped W4A16, not gated": case("grouped", W4A16_ROWS, 4, 2, 64, 64, tokens=20, activation="Relu2"),
-    "grouped W4A16, a rank of two": case("grouped", W4A16_ROWS, 5, 3, 128, 64, tokens=20, ranks=2),
-    "grouped W4A16, float16": case("grouped", W4A16_ROWS, 4, 2, 128, 64, tokens=20, dtype=torch.float16),
-    "grouped W4A16, rows that are no words": case("grouped", W4A16_GATE_UP, 3, 2, 192, 80, tokens=20, bias=torch.bfloat16),
-    "grouped MXFP4 padded": case("grouped", MXFP4_PADDED, 4, 2, 160, 128, tokens=20, **GPT_OSS),
+    "grouped MXFP8 in rows, not gated": case("grouped", MXFP8_GATE_UP, 4, 2, 256, 128, tokens=20, activation="Relu2"),
     "grouped NVFP4, off every tile": case("grouped", NVFP4, 3, 2, 192, 192, tokens=9, activation="Geglu"),
     "grouped NVFP4, not gated": case("grouped", NVFP4, 3, 2, 64, 64, tokens=9, activation="Silu"),
     "MXFP8, sorted, squared": case("triton grouped", MXFP8, 4, 2, 256, 160, tokens=40, activation="Relu2"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import emulator
+from tests.allocations import Allocations
 from tests.emulator import FaultError, Order, machine
 from tests.nvfp4_layer import INPUT_SCALE, distance, interleaved, random_call, random_layer
 from tests.unittest.test_cuda_emulated import LAYERS, draw, first_expert, reference_of, weights_of
@@ -136,6 +137,15 @@ def test_scratch_memory_suffices_for_fewer_tokens() -> None:
     assert sizes[2] > kernel._plan.bytes_of(SMALL, 2049, 2)
 
 
+def test_a_call_allocates_nothing_but_scratch_memory() -> None:
+    kernel, call = planned(LAYERS["MXFP4"]), draw(LAYERS["MXFP4"], 9)
+    out = torch.empty_like(call.x)
+    for scratch, count in ((None, 1), (torch.zeros(kernel.scratch_bytes(9), dtype=torch.uint8), 0)):
+        with Allocations() as made:
+            kernel.run(call._replace(out=out, scratch=scratch))
+        assert len(made.names) == count
+
+
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_routes_of_other_types(tokens: int) -> None:
     geometry = LAYERS["NVFP4"]
@@ -180,16 +190,18 @@ def test_block_scales_far_from_one(name: str, power: int) -> None:
         torch.where(sf > 0, sf + step, sf) for sf, step in ((weights.fc1_weight_sf, power), (weights.fc2_weight_sf, -power))
     )
     moved = replace(weights, fc1_weight_sf=fc1, fc2_weight_sf=fc2)  # the scales of padding stay 0
-    kernel = emulator.gemm_on_cpu(KERNELS["gemm", geometry.format][0], geometry, moved, SMALL, 5, first_expert(geometry))
+    kind: Any = KERNELS["gemm", geometry.format][0]
+    kernel = emulator.gemm_on_cpu(kind, geometry, moved, SMALL, 5, first_expert(geometry))
     call = draw(geometry, 9)
     wanted = reference_of(geometry, moved, 9).run(call).float()
     assert distance(emulator.run(kernel, call), wanted) < BOUND
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_token_that_is_not_a_number(value: float) -> None:
-    """It leaves the others as they are."""
-    geometry, call = LAYERS["W4A16"], draw(LAYERS["W4A16"], 20)
+@pytest.mark.parametrize("name", ["W4A16", "MXFP4 in tiles"])
+def test_a_token_that_is_not_a_number(name: str, value: float) -> None:
+    """It leaves the others as they are, also where stored rows are longer than a token."""
+    geometry, call = LAYERS[name], draw(LAYERS[name], 20)
     plain = emulator.run(planned(geometry), call)
     call.x[4, 3] = value
     found = emulator.run(planned(geometry), call)

@@ -86,7 +86,7 @@ def test_beside_a_layer_of_another_format(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_explain() -> None:
-    beyond = dict.fromkeys(("MXFP8", "W4A16_NVFP4", "W4A8_MXFP4_MXFP8"), ("triton", "grouped"))
+    beyond = dict.fromkeys(("W4A16_NVFP4", "W4A8_MXFP4_MXFP8"), ("triton", "gemm")) | {"MXFP8": ("triton", "grouped")}
     expected = {**beyond, "MIXED_PRECISION": ("b12x", "triton", "grouped"), "W4A16_AWQ": ()}
     for algorithm, names in expected.items():
         verdict = trtllm_b12x.explain(host.ModelConfig(quant_config=host.QuantConfig(quant_algo=host.QuantAlgo(algorithm))))

@@ -20,7 +20,7 @@ from trtllm_b12x.formats import BY_TURNS, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 from trtllm_b12x.kernels.triton.variant import Variant
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
@@ -147,33 +147,6 @@ def test_other_formats_spill_nothing_and_read_ahead(name: str, capability: int, 
         assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), (variant.name, loop)
         size = PARTS[variant.name] * constants["BN"] * constants["BK"] // 2
         assert loop.total() * variant.options["num_warps"] * 32 / size <= (10.2 if capability == 90 else limit), variant.name
-
-
-VLLM_GPT_OSS = Geometry(128, 4, 2880, 2880, layout=WeightLayout(ROWS, BY_TURNS), **GPT_OSS)
-"""Rows of 90 scales, which are no words: they are read byte by byte."""
-
-
-@pytest.mark.all
-@pytest.mark.parametrize(
-    ("kind", "geometry"),
-    [
-        (GroupedW4A16Kernel, OTHER_FORMATS["Qwen3.6 W4A16"][1]),
-        (GroupedMXFP4Kernel, OTHER_FORMATS["gpt-oss"][1]),
-        (GroupedMXFP4Kernel, VLLM_GPT_OSS),
-    ],
-    ids=["W4A16", "MXFP4 in tiles", "MXFP4 in rows"],
-)
-def test_products_of_16_bits_spill_nothing(kind: Any, geometry: Geometry, tmp_path: Path) -> None:
-    kernel = kind(CARDS[120])
-    kernel.describe(geometry, 4096, torch.device("cuda"))
-    names = set()
-    for variant, made, used, loop in inspected({v.key: v for v in kernel.variants()}.values(), 120, tmp_path):
-        names.add(variant.name)
-        assert used["STACK"] == used["LOCAL"] == 0, (variant.name, used)
-        assert made.metadata.shared <= 99 << 10
-        if variant.name in ("fc1_kernel", "fc2_kernel") and geometry is not VLLM_GPT_OSS:
-            assert not any(code.startswith(("LDG.", "LDL", "STL")) for code in loop), variant.name
-    assert names == {"sort_kernel", "fc1_kernel", "fc2_kernel", "sum_kernel"}
 
 
 @pytest.mark.all("121")

@@ -117,31 +117,42 @@ def test_one_warning_names_the_first_layer(caplog: pytest.LogCaptureFixture) -> 
     )
 
 
-def test_grouped_serves_prompts_whatever_is_faster(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("form", "family", "served"),
+    [
+        ("NVFP4", "grouped", "triton 1-63, grouped 64-8192"),
+        pytest.param("W4A16_NVFP4", "gemm", "triton 1-8, gemm 9-8192", marks=pytest.mark.embedded),
+    ],
+)
+def test_prompts_run_on_ours_whatever_is_faster(
+    form: str, family: str, served: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a card that measures. A setting is obeyed."""
+    config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(form), group_size=16)
+    arithmetic = Arithmetic.KERNEL if form == "NVFP4" else Arithmetic.UNQUANTIZED
     monkeypatch.setenv(settings.CROSSOVER.name, "auto")
     caplog.set_level(logging.INFO, logger="trtllm_b12x")
     tensors = random_experts(E, H, SIZE, up_to_gate=3.0)
     with standing_in(Clock(lambda name, tokens: 1.0 if name == HOST else 9.0)):
-        module = layers.load(created(layer_idx=3), tensors)
+        module = layers.load(created(layer_idx=3, quant_config=config), tensors)
         module(*layers.inputs(module, 3, tensors))  # measures
         for tokens in (70, 300):
             call = layers.inputs(module, tokens, tensors)
-            assert max(layers.errors(module, *call, module(*call), tensors)) < 0.05
+            assert layers.errors(module, *call, module(*call), tensors, arithmetic)[1] < 0.005
         dispatch = module.backend.dispatch
-        assert {dispatch.schedule.at(tokens) for tokens in (65, 300, 8192)} == {dispatch.schedule.families["grouped"]}
+        assert {dispatch.schedule.at(tokens) for tokens in (65, 300, 8192)} == {dispatch.schedule.families[family]}
         assert isinstance(dispatch.schedule.at(8193), InParts)
-        assert dispatch.schedule.summary.endswith(": triton 1-63, grouped 64-8192, then grouped in parts")
+        assert dispatch.schedule.summary.endswith(f": {served}, then {family} in parts")
         (record,) = [record for record in caplog.records if "weight_scale_2" in record.message]
         assert (record.levelno, record.message.partition("to both: ")[2]) == (
             logging.INFO,
-            "grouped serves prompts instead",
+            f"{family} serves prompts instead",
         )
         process.forget()
         monkeypatch.setenv(settings.CROSSOVER.name, "64")
-        module = layers.load(created(), tensors)
+        module = layers.load(created(quant_config=config), tensors)
         call = layers.inputs(module, 70, tensors)
-        assert min(layers.errors(module, *call, module(*call), tensors)) > 0.1
+        assert min(layers.errors(module, *call, module(*call), tensors, arithmetic)) > 0.1
 
 
 # ---- parameters alone ----------------------------------------------------------------------------------------------------

@@ -160,9 +160,9 @@ def test_the_geometry_is_the_one_of_the_host_s_layer(
     algorithm: str, size: int, tp: int, ep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the kernels' tile, of one rank."""
-    monkeypatch.setenv("TRTLLM_B12X_KERNELS", "triton,grouped")
+    families = "triton", "grouped" if algorithm in ("NVFP4", "MXFP8") else "gemm"
+    monkeypatch.setenv("TRTLLM_B12X_KERNELS", ",".join(families))
     config = layers.host.QuantConfig(quant_algo=layers.host.QuantAlgo(algorithm), group_size=formats.group_size(algorithm))
-    families = "triton", "grouped"
     ranks = {"world_size": tp * ep, "tp_size": tp * ep, "moe_tp_size": tp, "moe_ep_size": ep}
     backend = layers.create(8, 128, size, quant_config=config, mapping=ranks).backend
     shapes = {"": LayerShape(8, 2, 128, size, "Swiglu", algorithm, dtype="bfloat16")}

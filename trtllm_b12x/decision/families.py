@@ -139,10 +139,7 @@ grouped_nvfp4 = _derived(
     oldest_sm=89,
     measured_from=64,
 )
-"""NVFP4 prefill. CUTLASS also serves it, here and in the next two, so only token counts measured to be faster are used."""
-grouped_w4a16 = _derived(triton_w4a16, name="grouped", oldest_sm=89, measured_from=64)
-grouped_mxfp4 = _derived(triton_mxfp4, name="grouped", oldest_sm=89, measured_from=64)
-"""MXFP4 prefill, on 16-bit activations where CUTLASS rounds them to MXFP8."""
+"""NVFP4 prefill. CUTLASS also serves it, so only token counts measured to be faster are used."""
 
 
 def grouped(e: Environment) -> KernelFeatures:
@@ -176,8 +173,6 @@ FAMILIES: tuple[Family, ...] = (
     Family("gemm", "MXFP4", gemm_mxfp4),
     Family("gemm", "MXFP8", gemm_mxfp8),
     Family("grouped", "NVFP4", grouped_nvfp4),
-    Family("grouped", "W4A16_NVFP4", grouped_w4a16),
-    Family("grouped", "MXFP4", grouped_mxfp4),
     Family("grouped", "MXFP8", grouped),
 )
 """Rows in order of preference. A card uses the first suitable family that ``TRTLLM_B12X_KERNELS`` lists."""

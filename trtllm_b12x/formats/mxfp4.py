@@ -12,11 +12,11 @@ from .weights import Weights
 BLOCK_SIZE = 32
 """Elements that share one E8M0 scale."""
 LARGEST_SCALE = 136
-"""Largest E8M0 byte, 2**9, that the decode kernels multiply by; beyond it they give NaN."""
+"""Largest E8M0 byte, 2**9, that ``cuda`` and ``triton`` multiply by; beyond it they give NaN. ``gemm`` takes up to 2**67."""
 
 
 def decodable(scales: torch.Tensor) -> bool:
-    """Return True if no E8M0 byte is too large for the decode kernels. NaN (255) stays NaN. Synchronizes."""
+    """Return True if no E8M0 byte is too large for ``cuda`` and ``triton``. NaN (255) stays NaN. Synchronizes."""
     codes = scales.view(torch.uint8)
     return not bool(((codes > LARGEST_SCALE) & (codes != 255)).any())
 

@@ -168,7 +168,7 @@ class Weights(ABC):
 
     @property
     def decodable(self) -> bool:
-        """True if the decode kernels multiply by every block scale. Synchronizes."""
+        """True if ``cuda`` and ``triton`` multiply by every block scale. Synchronizes."""
         return True
 
     def typical_input(self) -> float:

@@ -8,21 +8,21 @@ from .cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16
 from .cuda.gemm import GemmKernel, GemmMXFP4Kernel, GemmMXFP8Kernel, GemmW4A16Kernel
 from .plans import PlannedKernel
 from .triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
-from .triton.grouped import GroupedKernel, GroupedMXFP4Kernel, GroupedNVFP4Kernel, GroupedW4A16Kernel
+from .triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 
 _FAMILIES: tuple[tuple[type[PlannedKernel], ...], ...] = (
     (CudaKernel, CudaW4A16Kernel, CudaMXFP4Kernel, CudaMXFP8Kernel),
     (B12xKernel,),
     (TritonKernel, TritonW4A16Kernel, TritonMXFP4Kernel, TritonMXFP8Kernel),
     (GemmKernel, GemmW4A16Kernel, GemmMXFP4Kernel, GemmMXFP8Kernel),
-    (GroupedNVFP4Kernel, GroupedW4A16Kernel, GroupedMXFP4Kernel, GroupedKernel),
+    (GroupedNVFP4Kernel, GroupedKernel),
 )
+_KERNELS = {(kernel.features.name, kernel.number_format().name): kernel for family in _FAMILIES for kernel in family}
 KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel] | None]] = {
-    (kernel.features.name, kernel.number_format().name): (
-        kernel,
-        None if kernel.features.name in ("cuda", "gemm") else kernel.reference,
-    )
-    for family in _FAMILIES
-    for kernel in family
+    (name, form): (kernel, None if name == "cuda" or (name == "gemm" and ("grouped", form) in _KERNELS) else kernel.reference)
+    for (name, form), kernel in _KERNELS.items()
 }
-"""Kernel class and torch class of each family and number format. Those of ``triton`` stand in for ``cuda`` and ``gemm`` too."""
+"""Kernel class and torch class of each family and number format.
+
+The torch classes of ``triton`` stand in for ``cuda``, those of ``triton`` and ``grouped`` for ``gemm`` where ``grouped`` serves.
+"""

@@ -220,12 +220,10 @@ class W4A16UnquantizedReferenceKernel(UnquantizedReferenceKernel):
     features = dataclasses.replace(families.triton_w4a16(Environment()), name="reference W4A16", graph_safe=False)
 
 
-class W4A16ReferenceKernel(ReferenceKernel):
-    """The grouped W4A16_NVFP4 kernels: activations as they are, each route's share in bf16."""
+class W4A16ReferenceKernel(UnquantizedReferenceKernel):
+    """The gemm kernels for W4A16_NVFP4."""
 
-    features = dataclasses.replace(families.grouped_w4a16(Environment()), name="reference W4A16", graph_safe=False)
-    multiple = 16
-    quantizes = False
+    features = dataclasses.replace(families.gemm_w4a16(Environment()), name="reference W4A16", graph_safe=False)
 
 
 class MXFP4UnquantizedReferenceKernel(UnquantizedReferenceKernel):
@@ -235,11 +233,10 @@ class MXFP4UnquantizedReferenceKernel(UnquantizedReferenceKernel):
     multiple = 32
 
 
-class MXFP4ReferenceKernel(W4A16ReferenceKernel):
-    """The grouped MXFP4 kernels."""
+class MXFP4ReferenceKernel(MXFP4UnquantizedReferenceKernel):
+    """The gemm kernels for MXFP4."""
 
-    features = dataclasses.replace(families.grouped_mxfp4(Environment()), name="reference W4A16", graph_safe=False)
-    multiple = 32
+    features = dataclasses.replace(families.gemm_mxfp4(Environment()), name="reference W4A16", graph_safe=False)
 
 
 class QuantizedReferenceKernel(ReferenceKernel):
@@ -259,14 +256,14 @@ class CutlassReferenceKernel(QuantizedReferenceKernel):
 class CutlassW4A16ReferenceKernel(W4A16ReferenceKernel):
     """TensorRT-LLM's path for W4A16_NVFP4."""
 
-    rounds_products, rounds_shares = True, False
+    rounds_products = True
 
 
 class CutlassMXFP4ReferenceKernel(MXFP4ReferenceKernel):
     """TensorRT-LLM's path for MXFP4, which quantizes activations to MXFP8."""
 
     quantizes = rounds_products = True
-    rounds_shares, partial_columns = False, 0
+    partial_columns = 0
 
 
 CUTLASS: dict[str, type[ReferenceKernel]] = {

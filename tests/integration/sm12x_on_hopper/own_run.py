@@ -93,6 +93,8 @@ def row(name: str, geometry: Geometry, family: str) -> dict[str, Any] | None:
     Returns:
         None if the family does not serve the layer.
     """
+    if (family, geometry.format) not in KINDS:
+        return None
     kind, capacity = KINDS[family, geometry.format], TOKENS[family][-1]
     multiprocessors = sorted({count for cards in MODELS.values() for count in cards.values()}, reverse=True)
     try:

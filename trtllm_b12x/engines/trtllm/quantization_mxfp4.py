@@ -47,7 +47,9 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
     def check(self, module: Any) -> None:
         for name in self.stored[2:]:
             if not decodable(getattr(module, name).data):
-                raise ValueError(f"{name} holds scales above 2**{LARGEST_SCALE - 127}, the largest that the kernels multiply by")
+                raise ValueError(
+                    f"{name} holds scales above 2**{LARGEST_SCALE - 127}, the largest that the decode kernels multiply by"
+                )
 
     def kernel_weights(self, module: Any) -> Weights:
         return self._views(module, _BIASES, epilogue=self._biases(module)) if module.bias else self._views(module)

@@ -233,7 +233,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self._place(expert_map)
             eligible = set(machine.resolve(self.slot, self.moe_config).families)
             if not views.decodable:
-                eligible -= {"cuda", "triton", "gemm"}
+                eligible -= {"cuda", "triton"}
             if self._scalars is not None and self._scalars.inputs.fc31_input_scale.numel() > 1:
                 eligible.discard("grouped")  # quantizes a token once for all experts
             with machine.float32_default():

@@ -59,7 +59,7 @@ def device_of(config: Any) -> torch.device:
 def candidate_kernels(slot: Slot, device: torch.device) -> dict[str, type[Kernel]]:
     """Map each family to its kernel class, in order of preference. On the CPU torch classes stand in.
 
-    Where vLLM has no experts for the slot's tensors, ``grouped`` serves every count.
+    Where vLLM has no experts for the slot's tensors, ``gemm`` and ``grouped`` serve every count.
     """
     found: dict[str, type[Kernel]] = {}
     for row in families.rows((name for name in settings.KERNELS() if name in FAMILIES), slot.format):

@@ -259,12 +259,12 @@ def functions_of(module: Any, kind: Any = driver.Function) -> dict[str, Any]:
 
 class GemmW4A16Kernel(GemmKernel):
     features = families.gemm_w4a16(Environment())
-    reference = in_torch.W4A16UnquantizedReferenceKernel
+    reference = in_torch.W4A16ReferenceKernel
 
 
 class GemmMXFP4Kernel(GemmKernel):
     features = families.gemm_mxfp4(Environment())
-    reference = in_torch.MXFP4UnquantizedReferenceKernel
+    reference = in_torch.MXFP4ReferenceKernel
 
 
 class GemmMXFP8Kernel(GemmKernel):

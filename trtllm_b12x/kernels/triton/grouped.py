@@ -1,9 +1,8 @@
 """Grouped kernels in Triton: block-scaled products for any number of tokens (``grouped_kernels.py``).
 
-MXFP8, which the host has no path for, at every token count; NVFP4 (W4A4), W4A16_NVFP4 and MXFP4 (16-bit activations) beside the
-host's CUTLASS, at the counts where the card has measured it to be faster. Scratch memory is the call's, or comes from torch's
-allocator call by call: per route FC1's result and a share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a
-hidden size of 2048.
+MXFP8 (W8A8), which the host has no path for, at every token count; NVFP4 (W4A4) beside the host's CUTLASS, at the counts where
+the card has measured it to be faster. Scratch memory is the call's, or comes from torch's allocator call by call: per route FC1's
+result and a share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a hidden size of 2048.
 """
 
 from __future__ import annotations
@@ -81,15 +80,6 @@ NVFP4_TABLE = (
 routes a third to half of a loop's instructions are products."""
 
 
-W4A16_TABLE = (
-    TileRule(8, Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
-    TileRule(24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 3)),
-    TileRule(float("inf"), Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-)
-"""All fit the 99 KB of SM120; not measured there. On an H100 blocks of 128 routes take 4.6 ms for 4,096 tokens of gpt-oss-120b,
-those of 64 take 3.3 ms."""
-
-
 class GroupedKernel(JitKernel):
     """MXFP8 by MXFP8."""
 
@@ -97,8 +87,6 @@ class GroupedKernel(JitKernel):
     reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.MXFP8ReferenceKernel
     instruction = "kind::mxf8f6f4.block_scale"
     table: ClassVar[tuple[TileRule, ...]] = MXFP8_TABLE
-    act16: ClassVar[bool] = False
-    """Activations stay in 16 bits."""
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         super().plan(geometry, capacity, device)
@@ -116,7 +104,7 @@ class GroupedKernel(JitKernel):
     @property
     def _native(self) -> bool:
         """True if Triton has an instruction for block-scaled products here; else it has none, or a slow one of bfloat16."""
-        return not self.act16 and self.device.type == "cuda" and toolchain.block_scaled(self.card.capability)
+        return self.device.type == "cuda" and toolchain.block_scaled(self.card.capability)
 
     def variants(self) -> Iterator[Variant]:
         for rule, ids, router_weights in product(self.table, ID_TYPES, ROUTER_WEIGHT_TYPES):
@@ -126,8 +114,7 @@ class GroupedKernel(JitKernel):
         """Return the kernels of a call in the order of their launches: quantize, sort, FC1, FC2, sum."""
         g, codes, f, i = self.geometry, self._stored.code_dtype, torch.float32, torch.int32
         form = {"FORMAT": "e4m3" if self._stored.packed == 1 else "e2m1", "NATIVE": self._native}
-        stored = {"GROUP": self._stored.group_size, "LINEAR": g.layout.scales == ROWS, "PADDED": g.stored_hidden}
-        stored |= {"ACT16": self.act16, "BIAS": g.bias is not None}
+        stored = {"GROUP": self._stored.group_size, "LINEAR": g.layout.scales == ROWS, "BIAS": g.bias is not None}
         experts = {"EXPERTS": g.num_experts}
         sizes = {"H": g.hidden_size, "SIZE": g.intermediate_size, "PADDED_EXPERTS": 1 << (g.num_experts - 1).bit_length()}
         by_token = {"H": g.hidden_size, "COLUMNS": _COLUMNS}
@@ -138,17 +125,16 @@ class GroupedKernel(JitKernel):
             return Variant("triton.grouped_kernels", name, types, constants | sizes | experts | form | stored, options)
 
         quantize_types, sort_types = (g.dtype, f, codes, i, 2), (ids, router_weights, i, i, f, 2, 1)
-        x, h = (g.dtype, torch.bfloat16) if self.act16 else (codes, codes)
         bias = g.bias or f
-        fc1_types = (x, i, codes, i, f, f, f, bias, f, f, f, i, i, h, i, 1)  # scales in words of four
+        fc1_types = (codes, i, codes, i, f, f, f, bias, f, f, f, i, i, codes, i, 1)  # scales in words of four
         constants = {"TOP_K": g.top_k, "ACTIVATION": ACTIVATIONS.index(g.activation), "GATED": g.gated}
         constants["ORDER"] = ORDERS.index(g.layout.fc1)
         quantize = {**by_token, "ROWS": _ROWS, "GATED": g.gated, **form}
         return (
-            *(() if self.act16 else (Variant("triton.grouped_kernels", "quantize_kernel", quantize_types, quantize, {}),)),
+            Variant("triton.grouped_kernels", "quantize_kernel", quantize_types, quantize, {}),
             Variant("triton.routing", "sort_kernel", sort_types, {**experts, "BLOCK": _SORTED}, {"num_warps": 8}),
             product_of("fc1_kernel", fc1_types, rule.fc1, **constants),
-            product_of("fc2_kernel", (h, i, codes, i, f, f, bias, i, i, f, torch.bfloat16, 1), rule.fc2),
+            product_of("fc2_kernel", (codes, i, codes, i, f, bias, i, i, f, torch.bfloat16), rule.fc2),
             Variant("triton.grouped_kernels", "sum_kernel", (torch.bfloat16, ids, g.dtype, 1),
                     {**by_token, **experts, "TOP_K": g.top_k}, {}),
         )  # fmt: skip
@@ -156,10 +142,9 @@ class GroupedKernel(JitKernel):
     def _layer_tensors(self, weights: Any, first_expert: int) -> dict[bool, LayerTensors]:
         s = scalars_of(self.geometry, weights)
         sf1, sf2 = (scales_in_memory(weights, name).flatten().view(torch.int32) for name in ("fc1_weight_sf", "fc2_weight_sf"))
-        steps = s.steps if self.act16 else (s.steps[1], 0)
-        fc1 = weights.fc1_weight, sf1, s.fc1_alpha, s.fc1_input if self.act16 else s.fc2_input, s.fc1_half_alphas
-        fc2 = weights.fc2_weight, sf2, s.fc2_alpha, s.fc2_input, s.biases[1]
-        layer = LayerTensors((*fc1, s.biases[0], *s.swiglu), fc2, first_expert, steps, (s.fc1_input,))
+        fc1 = weights.fc1_weight, sf1, s.fc1_alpha, s.fc2_input, s.fc1_half_alphas, s.biases[0], *s.swiglu
+        fc2 = weights.fc2_weight, sf2, s.fc2_alpha, s.biases[1]
+        layer = LayerTensors(fc1, fc2, first_expert, s.steps, (s.fc1_input,))
         return dict.fromkeys((False, True), layer)
 
     def _counts(self) -> list[int]:
@@ -186,19 +171,18 @@ class GroupedKernel(JitKernel):
             (tokens, -(-hidden // _COLUMNS)),
         )
         variants = self.variants_of_call(rule, ids, router_weights)
-        *quantize, sort, fc1, fc2, add = self._launchers(variants, grids[-len(variants) :], direct)
-        as_given = quantized or self.act16  # the plan keeps ``launch``, which must not keep this kernel's weights
+        quantize, sort, fc1, fc2, add = self._launchers(variants, grids, direct)
 
         def launch(stream: int, layer: LayerTensors, call: Any, parts: Any) -> None:
             x, ids, router_weights, x_sf, _, out = call
             codes, scales, order, starts, weights, h, h_scales, shares = parts
-            if as_given:
+            if quantized:
                 codes, scales = x, x_sf
             else:
-                quantize[0](stream, x, *layer.quantize, codes, scales, tokens)
+                quantize(stream, x, *layer.quantize, codes, scales, tokens)
             sort(stream, ids, router_weights, order, starts, weights, routes, layer.first_expert)
-            fc1(stream, codes, scales, *layer.fc1, order, starts, h, h_scales, layer.steps[0])
-            fc2(stream, h, h_scales, *layer.fc2, order, starts, weights, shares, layer.steps[1])
+            fc1(stream, codes, scales, *layer.fc1, order, starts, h, h_scales, layer.steps[1])
+            fc2(stream, h, h_scales, *layer.fc2, order, starts, weights, shares)
             add(stream, shares, ids, out, layer.first_expert)
 
         return LaunchPlan(self._workspace(tokens, quantized, rule), direct, launch)
@@ -206,14 +190,13 @@ class GroupedKernel(JitKernel):
     def _workspace(self, tokens: int, quantized: bool, tiles: TileRule) -> WorkspaceLayout:
         g, form, i = self.geometry, self._stored, torch.int32
         routes, hidden, size = tokens * g.top_k, g.hidden_size, g.intermediate_size
-        rows = 0 if quantized or self.act16 else tokens
-        inner = (2 * routes * size, torch.bfloat16) if self.act16 else (routes * size // form.packed, form.code_dtype)
+        rows = 0 if quantized else tokens
         # Codes and scales of the tokens; order, starts and router weights of the sorted routes; codes and scales of FC1's result;
         # shares.
         return WorkspaceLayout.of(
             (rows * hidden // form.packed, form.code_dtype), (rows * self._scale_bytes(hidden), i),
             (4 * routes, i), (4 * (g.num_experts + 1), i), (4 * routes, torch.float32),
-            inner, (0 if self.act16 else routes * self._scale_bytes(size), i),
+            (routes * size // form.packed, form.code_dtype), (routes * self._scale_bytes(size), i),
             (2 * routes * hidden, torch.bfloat16),
         )  # fmt: skip
 
@@ -242,20 +225,3 @@ class GroupedNVFP4Kernel(GroupedKernel):
             rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
             call = call._replace(x_sf=aligned16(rows).view(torch.int32))
         super()._launch(call)
-
-
-class GroupedW4A16Kernel(GroupedKernel):
-    """NVFP4 by 16 bits."""
-
-    features = families.grouped_w4a16(Environment())
-    reference = in_torch.W4A16ReferenceKernel
-    instruction = "mma.sync"
-    table = W4A16_TABLE
-    act16 = True
-
-
-class GroupedMXFP4Kernel(GroupedW4A16Kernel):
-    """MXFP4 by 16 bits."""
-
-    features = families.grouped_mxfp4(Environment())
-    reference = in_torch.MXFP4ReferenceKernel

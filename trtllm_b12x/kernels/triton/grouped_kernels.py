@@ -18,9 +18,6 @@ rounded to bfloat16.
     (reciprocals with a gate, divisions without); what is beyond it saturates, and a block that holds NaN gets the scale NaN.
     The host's own quantization differs from that in exact ties alone.
 
-With ACT16 activations stay as they are, in 16 bits, and weights are decoded: W4A16_NVFP4 (``e2m1``, 16) and MXFP4 (``e2m1``, 32).
-Nothing is quantized then: a call is four launches.
-
 Without NATIVE the products are of bfloat16, in which every code times its scale is exact (E4M3's own NaN is no code here:
 checkpoints that hold one are refused). A block scale that is NaN makes NaN; a negative one is a number, but with NATIVE, whose
 instruction has unsigned scales: checkpoints that hold one are refused too.
@@ -41,7 +38,7 @@ import triton.language as tl
 from .decode_kernels import BY_TURNS, UP_GATE, activate, half_alphas  # whose kernels are hashed first, see there
 from .grouped_products import block_product
 from .numerics import E2M1, quantized, rounded
-from .operands import NVFP4_GROUP, SCALE
+from .operands import NVFP4_GROUP
 from .routing import sort_kernel
 from .scales import first_scales
 
@@ -96,23 +93,23 @@ def fc1_kernel(
     x, x_sf, weight, weight_sf, alpha, factor, half_alpha, bias, swiglu_alpha, swiglu_beta, swiglu_limit, order, starts, h, h_sf,
     step,
     H: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
-    PADDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    ORDER: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ACT16: tl.constexpr, LINEAR: tl.constexpr,
-    BIAS: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ORDER: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
 
     Args:
-        x, x_sf: of ``quantize_kernel``; scales, also the weights', as int32 words of four. With ACT16 ``x (tokens, H)``.
-        weight: ``(E, r * SIZE, PADDED)`` codes, r = 2 with GATED (rows in ORDER).
+        x, x_sf: of ``quantize_kernel``; scales, also the weights', as int32 words of four.
+        weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows in ORDER).
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale, the larger one of up and gate.
         half_alpha: of NVFP4 with GATED, ``(2, E)`` float32, the alphas of up and gate (``half_alphas``).
-        factor: of NVFP4, float32: what the host multiplies FC2's input by, with ACT16 FC1's, of expert ``e`` at ``e * step``.
+        factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
         bias: with BIAS, ``(E, r * SIZE)``, in the order of the rows.
         swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, ``(E,)`` float32.
         order: ``(routes,)`` int32, by expert.
         starts: ``(E + 1,)`` int32, places in ``order``.
-        h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written; with ACT16 ``h`` bfloat16 alone.
+        h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     expert, first, n = _block_of(starts, slot, EXPERTS, PADDED_EXPERTS, BM)
@@ -125,39 +122,32 @@ def fc1_kernel(
     inside = rows < SIZE
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     halves: tl.constexpr = 2 if GATED else 1
-    weight += expert.to(tl.int64) * (halves * SIZE * (PADDED // packed))
-    groups: tl.constexpr = (PADDED // GROUP + 3) // 4
+    weight += expert.to(tl.int64) * (halves * SIZE * (H // packed))
+    groups: tl.constexpr = (H // GROUP + 3) // 4
     if SIZE % BN != 0:
         rows = tl.minimum(rows, SIZE - 1)
-    a = x + token[:, None] * (H if ACT16 else H // packed)
+    a = x + token[:, None] * (H // packed)
     a_sf = x_sf + token[:, None] * groups
     turns: tl.constexpr = 2 if GATED and ORDER == BY_TURNS else 1
     second: tl.constexpr = 1 if ORDER == BY_TURNS else SIZE
     up_row: tl.constexpr = second if GATED and ORDER != UP_GATE else 0
     up_rows, gate_rows = rows * turns + up_row, rows * turns + (second - up_row)
-    up_sf = first_scales(weight_sf, expert, up_rows, halves * SIZE, PADDED, GROUP, LINEAR)
-    gate_sf = first_scales(weight_sf, expert, gate_rows, halves * SIZE, PADDED, GROUP, LINEAR)
+    up_sf = first_scales(weight_sf, expert, up_rows, halves * SIZE, H, GROUP, LINEAR)
+    gate_sf = first_scales(weight_sf, expert, gate_rows, halves * SIZE, H, GROUP, LINEAR)
     up = tl.zeros((BM, BN), tl.float32)
     gate = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, PADDED, BK):
+    for k in range(0, H, BK):
         up = block_product(
-            up, a, a_sf, there, weight, up_sf, up_rows, inside, k, H, PADDED, BM, BN, BK, FORMAT, GROUP, ACT16, LINEAR, NATIVE,
-            WARPS,
-        )  # fmt: skip
+            up, a, a_sf, there, weight, up_sf, up_rows, inside, k, H, BM, BN, BK, FORMAT, GROUP, LINEAR, NATIVE, WARPS
+        )
         if GATED:
             gate = block_product(
-                gate, a, a_sf, there, weight, gate_sf, gate_rows, inside, k, H, PADDED, BM, BN, BK, FORMAT, GROUP, ACT16, LINEAR,
-                NATIVE, WARPS,
-            )  # fmt: skip
+                gate, a, a_sf, there, weight, gate_sf, gate_rows, inside, k, H, BM, BN, BK, FORMAT, GROUP, LINEAR, NATIVE, WARPS
+            )
     divisor = 1.0
     if GROUP == NVFP4_GROUP:
         own_alpha = tl.load(alpha + expert)
-        scale = tl.load(factor + expert * step)
-        if ACT16:
-            up *= SCALE * scale
-            gate *= SCALE * scale
-        else:
-            divisor = tl.div_rn(1.0, scale)
+        divisor = tl.div_rn(1.0, tl.load(factor + expert * step))
         if GATED:
             up_alpha, gate_alpha = half_alphas(half_alpha, own_alpha, expert, EXPERTS)
             up, gate = up * up_alpha, gate * gate_alpha
@@ -170,35 +160,30 @@ def fc1_kernel(
             gate += tl.load(bias + gate_rows).to(tl.float32)[None, :]
     result = activate(up, gate, swiglu_alpha + expert, swiglu_beta + expert, swiglu_limit + expert, ACTIVATION)
     place = (first + m).to(tl.int64)[:, None]
-    if ACT16:
-        column = tile * BN + tl.arange(0, BN)
-        tl.store(h + place * SIZE + column[None, :], rounded(result, tl.bfloat16), mask=there[:, None] & inside[None, :])
-    else:
-        result = rounded(result, tl.bfloat16).to(tl.float32)
-        code, scale = quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
-        column = tile * (BN // packed) + tl.arange(0, BN // packed)
-        block = tile * (BN // GROUP) + tl.arange(0, BN // GROUP)
-        written = there[:, None] & (column < SIZE // packed)[None, :]
-        tl.store(h + place * (SIZE // packed) + column[None, :], code, mask=written)
-        whole = there[:, None] & (block < SIZE // GROUP)[None, :]
-        places = h_sf.to(tl.pointer_type(tl.uint8), bitcast=True) + place * ((SIZE // GROUP + 3) // 4 * 4) + block[None, :]
-        tl.store(places, scale, mask=whole)
+    result = rounded(result, tl.bfloat16).to(tl.float32)
+    code, scale = quantized(result, divisor, BM, BN, GATED, FORMAT, NATIVE)
+    column = tile * (BN // packed) + tl.arange(0, BN // packed)
+    block = tile * (BN // GROUP) + tl.arange(0, BN // GROUP)
+    written = there[:, None] & (column < SIZE // packed)[None, :]
+    tl.store(h + place * (SIZE // packed) + column[None, :], code, mask=written)
+    whole = there[:, None] & (block < SIZE // GROUP)[None, :]
+    places = h_sf.to(tl.pointer_type(tl.uint8), bitcast=True) + place * ((SIZE // GROUP + 3) // 4 * 4) + block[None, :]
+    tl.store(places, scale, mask=whole)
 
 
-@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["alpha", "factor", "bias"])
+@triton.jit(do_not_specialize_on_alignment=["alpha", "bias"])
 def fc2_kernel(
-    h, h_sf, weight, weight_sf, alpha, factor, bias, order, starts, router_weights, shares, step,
-    H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ACT16: tl.constexpr,
-    LINEAR: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
+    h, h_sf, weight, weight_sf, alpha, bias, order, starts, router_weights, shares,
+    H: tl.constexpr, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, BIAS: tl.constexpr,
+    NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of ``BN`` columns of the hidden size, by blocks as ``fc1_kernel``.
 
     Args:
-        weight: ``(E, PADDED, SIZE)`` codes.
+        weight: ``(E, H, SIZE)`` codes.
         alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale.
-        factor: of NVFP4 with ACT16, float32: the reciprocal of that scale, of expert ``e`` at ``e * step``.
-        bias: with BIAS, ``(E, PADDED)``.
+        bias: with BIAS, ``(E, H)``.
         router_weights: ``(routes,)`` float32, by place.
         shares: ``(routes, H)`` bfloat16, by route, written.
     """
@@ -212,26 +197,23 @@ def fc2_kernel(
     rows = tile * BN + tl.arange(0, BN)
     inside = rows < H
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
-    weight += expert.to(tl.int64) * (PADDED * (SIZE // packed))
+    weight += expert.to(tl.int64) * (H * (SIZE // packed))
     groups: tl.constexpr = (SIZE // GROUP + 3) // 4
     if H % BN != 0:
         rows = tl.minimum(rows, H - 1)
     place = (first + tl.minimum(m, n - 1)).to(tl.int64)[:, None]
-    a = h + place * (SIZE if ACT16 else SIZE // packed)
+    a = h + place * (SIZE // packed)
     a_sf = h_sf + place * groups
-    weight_sf = first_scales(weight_sf, expert, rows, PADDED, SIZE, GROUP, LINEAR)
+    weight_sf = first_scales(weight_sf, expert, rows, H, SIZE, GROUP, LINEAR)
     sums = tl.zeros((BM, BN), tl.float32)
     for k in range(0, SIZE, BK):
         sums = block_product(
-            sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, SIZE, BM, BN, BK, FORMAT, GROUP, ACT16, LINEAR,
-            NATIVE, WARPS,
-        )  # fmt: skip
+            sums, a, a_sf, there, weight, weight_sf, rows, inside, k, SIZE, BM, BN, BK, FORMAT, GROUP, LINEAR, NATIVE, WARPS
+        )
     if GROUP == NVFP4_GROUP:
         sums *= tl.load(alpha + expert)
-        if ACT16:
-            sums *= SCALE * tl.load(factor + expert * step)
     if BIAS:
-        sums += tl.load(bias + expert.to(tl.int64) * PADDED + rows).to(tl.float32)[None, :]
+        sums += tl.load(bias + expert.to(tl.int64) * H + rows).to(tl.float32)[None, :]
     sums *= tl.load(router_weights + first + m, mask=there, other=0.0)[:, None]
     column = tile * BN + tl.arange(0, BN)
     tl.store(shares + route[:, None] * H + column[None, :], rounded(sums, tl.bfloat16), mask=there[:, None] & inside[None, :])

@@ -1,4 +1,4 @@
-"""Products of the grouped kernels: a block of routes by rows of weights, of codes with their scales or of 16-bit activations."""
+"""Products of the grouped kernels: a block of routes by rows of weights, of codes with their scales."""
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
 # mypy: disable-error-code="no-untyped-def"
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from .numerics import E2M1, INTERPRETED, NAN, e2m1, e4m3, e4m3_scales, e8m0
-from .operands import NVFP4_GROUP
 from .scales import scales_of
 
 
@@ -54,75 +53,18 @@ def _decoded_mxfp8(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
     return tl.reshape(tl.reshape(values, (ROWS, BYTES // 32, 32)) * power[:, :, None], (ROWS, BYTES))
 
 
-_NIBBLES = tl.constexpr("""{
-    .reg .b32 a, b, c, d;
-    prmt.b32 a, $4, 0, 0x4140;
-    prmt.b32 b, $4, 0, 0x4342;
-    and.b32 c, a, 0x00070007; shl.b32 c, c, 6; shl.b32 d, a, 12; and.b32 d, d, 0x80008000; or.b32 $0, c, d;
-    and.b32 c, b, 0x00070007; shl.b32 c, c, 6; shl.b32 d, b, 12; and.b32 d, d, 0x80008000; or.b32 $1, c, d;
-    and.b32 c, a, 0x00700070; shl.b32 c, c, 2; shl.b32 d, a, 8; and.b32 d, d, 0x80008000; or.b32 $2, c, d;
-    and.b32 c, b, 0x00700070; shl.b32 c, c, 2; shl.b32 d, b, 8; and.b32 d, d, 0x80008000; or.b32 $3, c, d;
-}""")
-"""Four bytes of E2M1 codes to bfloat16 times 2**-126: the low nibbles, then the high ones."""
-
-
 @triton.jit
-def _decoded_w4(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):
-    """E2M1 ``(ROWS, BYTES)`` times its scales to ``dtype`` ``(ROWS, 2 * BYTES)``; of E4M3 scales 2**-8 times as large."""
-    if INTERPRETED:
-        wide = codes.to(tl.int32)
-        low, high = e2m1(wide), e2m1(wide >> 4)
-        if GROUP == NVFP4_GROUP:
-            factor = e4m3_scales(scales, False) * 0.00390625
-        else:
-            factor = e8m0(scales.to(tl.int32))
-    else:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-        if GROUP == NVFP4_GROUP:
-            factor = (e4m3_scales(scales, True) * 3.32306998946229e35).to(tl.bfloat16)
-        else:
-            low, high = (low * 8.507059173023462e37).to(tl.bfloat16), (high * 8.507059173023462e37).to(tl.bfloat16)
-            bits = scales.to(tl.int16)
-            bits = tl.where(scales == 0, 0x40, tl.where(scales == NAN, 0x7FC0, bits << 7)).to(tl.int16)
-            factor = bits.to(tl.bfloat16, bitcast=True)
-    values = tl.reshape(tl.join(low, high), (ROWS, 2 * BYTES // GROUP, GROUP)) * factor[:, :, None]
-    values = tl.reshape(values, (ROWS, 2 * BYTES))
-    if INTERPRETED:
-        return values
-    return values.to(dtype)
-
-
-@triton.jit
-def _product_of_16_bits(
-    sums, a, a_there, w, w_sf, rows, rows_there, k, X: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, LINEAR: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    stride: tl.constexpr = 128 if not LINEAR else 0 if K // GROUP % 4 != 0 else 1
-    place = k + tl.arange(0, BK)
-    column = k // 2 + tl.arange(0, BK // 2)
-    codes = w + rows[:, None] * (K // 2) + column[None, :]
-    if X % BK != 0 or K > X:  # behind a row lies the next token's
-        x = tl.load(a + place[None, :], mask=a_there[:, None] & (place < X)[None, :], other=0.0)
-    else:
-        x = tl.load(a + place[None, :])
-    if K % BK != 0:
-        codes = tl.load(codes, mask=rows_there[:, None] & (column < K // 2)[None, :], other=0)
-    else:
-        codes = tl.load(codes)
-    factors = scales_of(w_sf, k, stride, K, BN, BK, GROUP, WARPS)
-    decoded = tl.trans(_decoded_w4(codes, factors, BN, BK // 2, GROUP, x.dtype))
-    if INTERPRETED:
-        x = x.to(tl.float32)
-    return tl.dot(x, decoded, sums)
-
-
-@triton.jit
-def _product_of_codes(
+def block_product(
     sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
+    """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
+
+    Args:
+        a: pointers to rows of K columns, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
+        a_sf, w_sf: pointers to the first word of rows' scales, ``(BM, 1)`` and ``(BN, 1)``.
+        w: of the expert's matrix of K columns; ``rows (BN,)`` of it.
+    """
     stride: tl.constexpr = 128 if not LINEAR else 0 if K // GROUP % 4 != 0 else 1
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
     width: tl.constexpr = K // packed
@@ -150,26 +92,4 @@ def _product_of_codes(
         w_even, w_odd = _decoded(tl.trans(codes), factors, BN, BK // packed)
         sums = tl.dot(even, tl.trans(w_even), sums)
         sums = tl.dot(odd, tl.trans(w_odd), sums)
-    return sums
-
-
-@triton.jit
-def block_product(
-    sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, X: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ACT16: tl.constexpr, LINEAR: tl.constexpr, NATIVE: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
-
-    Args:
-        a: pointers to rows of X columns, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
-        a_sf, w_sf: pointers to the first word of rows' scales, ``(BM, 1)`` and ``(BN, 1)``; ``a_sf`` is not read with ACT16.
-        w: of the expert's matrix of K columns; ``rows (BN,)`` of it.
-    """
-    if ACT16:
-        sums = _product_of_16_bits(sums, a, a_there, w, w_sf, rows, rows_there, k, X, K, BN, BK, GROUP, LINEAR, WARPS)
-    else:
-        sums = _product_of_codes(
-            sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K, BM, BN, BK, FORMAT, GROUP, LINEAR, NATIVE, WARPS
-        )
     return sums
