@@ -286,7 +286,7 @@ def test_every_scale(kind: Kind) -> None:
     smallest = {"cuda": 2.0**-89, "gemm": 2.0**-30}.get(kind[0], 1e-38)  # of results that are not zero: numbers.cuh
     # What Triton multiplies as bfloat16 takes 2**-127 for zero.
     small = (0,) if kind[0] != "grouped" or kernel._native else ()
-    large = () if kind[0] == "gemm" else (254,)  # gemm's are infinite from 2**68 on
+    large = () if kind[0] == "gemm" else (254,)  # gemm's are NaN from 2**68 on
     for byte in (*small, 1, 30, 100, 140, *large, 255):
         weights.fc1_weight_sf[..., 1].fill_(100 if byte == 254 else 127)
         weights.fc2_weight_sf[..., 1].fill_(byte)
@@ -381,7 +381,7 @@ def test_the_card_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form:
     assert list(tmp_path.rglob("crossover-*.json"))
     if form == "MXFP8":
         for tokens, times in rows.items():
-            name = fastest(times)
+            name = fastest(times, gain=1.0)  # `grouped` stands in for the host
             assert schedule.at(tokens) is (schedule.forms[name] if name else schedule.families["grouped"])
     else:
         families = {tokens: {name.split()[0] for name in times} for tokens, times in rows.items()}

@@ -197,6 +197,27 @@ def test_block_scales_far_from_one(name: str, power: int) -> None:
     assert distance(emulator.run(kernel, call), wanted) < BOUND
 
 
+@pytest.mark.parametrize(("byte", "usable"), [(0, True), (97, True), (194, True), (195, False), (254, False), (255, False)])
+def test_extremes_of_mxfp4s_scales(byte: int, usable: bool) -> None:
+    """One row of FC2 from 0 (below 2**-126) to 2**67; what is larger is NaN, as 255."""
+    geometry = LAYERS["MXFP4 in odd rows"]
+    weights = weights_of(geometry)
+    moved = weights.fc2_weight_sf.clone()
+    moved[:, 3] = byte
+    changed = replace(weights, fc2_weight_sf=moved)
+    kind: Any = KERNELS["gemm", "MXFP4"][0]
+    kernel = emulator.gemm_on_cpu(kind, geometry, changed, SMALL, 5, first_expert(geometry))
+    call = draw(geometry, 9)
+    found, wanted = emulator.run(kernel, call).float(), reference_of(geometry, changed, 9).run(call).float()
+    others = torch.arange(found.shape[1]) >= 64  # shares of 32 columns have one exponent
+    assert distance(found[:, others], wanted[:, others]) < BOUND
+    routed = wanted[:, others].any(1)
+    if usable:
+        assert torch.allclose(found[:, 3], wanted[:, 3], rtol=0.02, atol=1e-15)
+    else:
+        assert not found[routed, 3].isfinite().any()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["W4A16", "MXFP4 in tiles"])
 def test_a_token_that_is_not_a_number(name: str, value: float) -> None:

@@ -63,18 +63,21 @@ def resolve(
     environment: Environment | None,
     families: Mapping[str, KernelFeatures],
     plan_errors: Mapping[str, str] = MappingProxyType({}),
+    hosts_path: bool = True,
 ) -> Resolution:
     """Decide for each family, in order of preference.
 
-    If TensorRT-LLM has no path for the format, one of the families must serve calls of any size. ``plan_errors`` are those of
-    ``decide``, by family.
+    If TensorRT-LLM has no path for the format, or vLLM none for the tensors (``hosts_path``), one of the families must
+    serve every call. ``plan_errors`` are those of ``decide``, by family.
     """
     facts = (shape, deployment, environment)
     verdicts = tuple((name, decide(*facts, features, plan_errors.get(name))) for name, features in families.items())
     if not verdicts:
-        return Resolution.left_to_the_host(RejectReason.KERNELS, "no kernels that are considered run on this device")
+        return Resolution.left_to_the_host(
+            RejectReason.KERNELS, "no kernels of this format that are considered run on this device"
+        )
     resolution, form = Resolution(verdicts), formats.find(shape.quant_algo or "")
-    if form is None or form.hosts_path or any(families[name].every_count for name in resolution.families):
+    if form is None or (form.hosts_path and hosts_path) or any(families[name].every_count for name in resolution.families):
         return resolution
     if not resolution.served:
         return resolution

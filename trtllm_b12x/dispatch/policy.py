@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 HOST = "host"
 """The host's path, with its quantization of the input. If the host has none, the family that serves every count."""
 GAIN = 0.97
-"""A kernel serves a count if it takes at most this share of the host's time."""
+"""A kernel serves a count if it takes at most this share of the host's time. Where a family of ours stands in for the host, equal
+times suffice."""
 DEFAULT_CROSSOVER = 64
 """First token count that CUTLASS serves if nothing was measured: what TensorRT-LLM's own b12x backend uses
 (``_PREFILL_VIA_CUTLASS_THRESHOLD``, PR 13773)."""
@@ -156,9 +157,9 @@ def _best(times: Mapping[str, float], family: str) -> float:
 DispatchPolicy = FixedThreshold | MeasuredPolicy
 
 
-def fastest(paths: Mapping[str, float], serving: Collection[str] | None = None, gain: float = GAIN) -> str | None:
-    """Return the fastest family (of ``serving``, if given) if it beats the host by ``gain``, else None."""
-    rivals = [name for name in paths if name != HOST and (serving is None or name in serving)]
+def fastest(paths: Mapping[str, float], gain: float = GAIN) -> str | None:
+    """Return the fastest path if it takes at most ``gain`` times the host's time, else None."""
+    rivals = [name for name in paths if name != HOST]
     best = min(rivals, key=paths.__getitem__, default=None)
     return best if best is not None and paths[best] <= gain * paths[HOST] else None
 

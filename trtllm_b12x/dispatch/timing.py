@@ -82,7 +82,7 @@ class PathTimer:
     budget_s: float = BUDGET_S
     longest_s: float = LONGEST_S
     behind: tuple[float, float] = _BEHIND
-    """How far a path is behind that is left out, at one measured neighbor and at both. Infinite: every path is timed."""
+    """Times the best from which on a path is left out, at one measured neighbor and at both. Infinite: every path is timed."""
     seed: int = 0
     spent_s: float = field(default=0.0, init=False)
     _warm: bool = field(default=False, init=False)

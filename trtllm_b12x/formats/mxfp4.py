@@ -12,13 +12,15 @@ from .weights import Weights
 BLOCK_SIZE = 32
 """Elements that share one E8M0 scale."""
 LARGEST_SCALE = 136
-"""Largest E8M0 byte, 2**9, that ``cuda`` and ``triton`` multiply by; beyond it they give NaN. ``gemm`` takes up to 2**67."""
+"""Largest E8M0 byte, 2**9, that the decode kernels ``cuda`` and ``triton`` multiply by; beyond it they give NaN."""
+LARGEST_SCALE_OF_GEMM = 194
+"""The same of ``gemm``: 2**67."""
 
 
-def decodable(scales: torch.Tensor) -> bool:
-    """Return True if no E8M0 byte is too large for ``cuda`` and ``triton``. NaN (255) stays NaN. Synchronizes."""
+def largest_scale(scales: torch.Tensor) -> int:
+    """Return the largest E8M0 byte but 255, which is NaN in every kernel. Synchronizes."""
     codes = scales.view(torch.uint8)
-    return not bool(((codes > LARGEST_SCALE) & (codes != 255)).any())
+    return int(codes.masked_fill(codes == 255, 0).max())
 
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -45,8 +47,8 @@ class MXFP4Weights(Weights):
     """``(32, 4, H/128, 4, T/128, E)`` uint8, or ``(E, H, T/32)``."""
 
     @property
-    def decodable(self) -> bool:
-        return decodable(self.fc1_weight_sf) and decodable(self.fc2_weight_sf)
+    def largest_scale(self) -> int:
+        return max(largest_scale(self.fc1_weight_sf), largest_scale(self.fc2_weight_sf))
 
     def dequantized(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return dequantize(codes, scales, dtype)

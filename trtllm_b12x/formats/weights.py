@@ -167,9 +167,9 @@ class Weights(ABC):
         return plain[:, :rows, : columns * self.packed // self.group_size]
 
     @property
-    def decodable(self) -> bool:
-        """True if ``cuda`` and ``triton`` multiply by every block scale. Synchronizes."""
-        return True
+    def largest_scale(self) -> int:
+        """Largest byte of a block scale if some are too large for a kernel (``mxfp4.py``), else 0. Synchronizes."""
+        return 0
 
     def typical_input(self) -> float:
         """Return the size of activations to test kernels with. Synchronizes."""

@@ -297,6 +297,10 @@ def test_large_scales_of_mxfp4_are_multiplied_by_gemm_alone() -> None:
     method, layer = layers.loaded("MXFP4", config, experts)
     assert bool(layers.call(method, layer, *layers.routes(config, 5)).isfinite().all())
     assert set(experts_of(method).dispatch.schedule.families) == {"gemm"}
+    experts.parameters["w2_weight_scale"][3] = 195
+    method, layer = layers.loaded("MXFP4", config, experts)
+    with pytest.raises(RuntimeError, match=r"block scales of .* reach 2\*\*68: kernels take 2\*\*67 at most"):
+        layers.call(method, layer, *layers.routes(config, 5))
 
 
 def test_biases_of_a_pair_stay_vllms(caplog: pytest.LogCaptureFixture) -> None:

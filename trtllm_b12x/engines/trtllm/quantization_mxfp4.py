@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trtllm_b12x.formats import constants
-from trtllm_b12x.formats.mxfp4 import LARGEST_SCALE, decodable
+from trtllm_b12x.formats.mxfp4 import LARGEST_SCALE, largest_scale
 from trtllm_b12x.formats.weights import Epilogue, Weights
 
 from .host import load
@@ -46,7 +46,7 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
 
     def check(self, module: Any) -> None:
         for name in self.stored[2:]:
-            if not decodable(getattr(module, name).data):
+            if largest_scale(getattr(module, name).data) > LARGEST_SCALE:
                 raise ValueError(
                     f"{name} holds scales above 2**{LARGEST_SCALE - 127}, the largest that the decode kernels multiply by"
                 )

@@ -22,6 +22,7 @@ from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.timing import TimedPath
 from trtllm_b12x.environment.flashinfer import autotuner
 from trtllm_b12x.formats import constants
+from trtllm_b12x.formats.mxfp4 import LARGEST_SCALE, LARGEST_SCALE_OF_GEMM
 from trtllm_b12x.kernels import MoECall, first_line
 
 from . import facts, machine, problem, weights
@@ -232,15 +233,17 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         else:
             self._place(expert_map)
             eligible = set(machine.resolve(self.slot, self.moe_config).families)
-            if not views.decodable:
-                eligible -= {"cuda", "triton"}
+            if (largest := views.largest_scale) > LARGEST_SCALE:
+                eligible -= {"cuda", "triton"} if largest <= LARGEST_SCALE_OF_GEMM else {"cuda", "triton", "gemm"}
             if self._scalars is not None and self._scalars.inputs.fc31_input_scale.numel() > 1:
                 eligible.discard("grouped")  # quantizes a token once for all experts
             with machine.float32_default():
                 errors = self.dispatch.load(self.geometry, views, w1.device, self._first_expert, eligible)
             schedule = self.dispatch.schedule
             if not (schedule.kernels if self.slot.pair else schedule.base):
-                raise RuntimeError("; ".join(errors.values()) or "no family serves every count")
+                too_large = f"block scales of {self._layer_name} reach 2**{largest - 127}: kernels take 2**67 at most"
+                reason = too_large if largest > LARGEST_SCALE_OF_GEMM else "no family serves every count"
+                raise RuntimeError("; ".join(errors.values()) or reason)
             self.dispatch.tell_of_halves(self._layer_name, f"vLLM's {self.slot.backend} applies gate's to both")
         self._addresses = tensors.addresses()
 

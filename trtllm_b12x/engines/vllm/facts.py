@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trtllm_b12x.core import settings
+from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.environment import packages
 from trtllm_b12x.formats import GATE_UP, ROWS, TILES, UP_GATE, WeightLayout
 
@@ -135,6 +136,11 @@ and ``is_supported_config``, and the fields of ``FusedMoEConfig`` (fused_moe/con
 
 class UnknownVLLMError(RuntimeError):
     """The installed vLLM differs from what this package relies on. The message says where."""
+
+
+def for_every_call(features: KernelFeatures) -> KernelFeatures:
+    """Return the capabilities in a slot that is no pair: families for many tokens serve every count there."""
+    return replace(features, every_count=True, measured_from=0) if features.measured_from else features
 
 
 def version() -> str:

@@ -80,11 +80,9 @@ def _for_every_call(kernel: type[Kernel], adds_bias: bool) -> type[Kernel]:
 
     One class for all layers, because plans are shared by class.
     """
-    features = kernel.features
+    features = facts.for_every_call(kernel.features)
     if adds_bias:
         features = replace(features, bound_by=features.bound_by - {decision.RejectReason.BIAS})
-    if features.measured_from:
-        features = replace(features, every_count=True, measured_from=0)
     return type(kernel.__name__, (kernel,), {"features": features})
 
 
@@ -100,7 +98,8 @@ def resolve(slot: Slot, config: Any) -> Resolution:
     if device.type == "cuda":
         environment = replace(environment, **_toolchain(number))
     features = {name: kernel.features for name, kernel in candidate_kernels(slot, device).items()}
-    return decision.resolve(problem.shape_of(config, slot), problem.deployment_of(config), environment, features)
+    of = problem.shape_of(config, slot), problem.deployment_of(config)
+    return decision.resolve(*of, environment, features, hosts_path=slot.pair)
 
 
 def rehearsed(slot: Slot, config: Any) -> Rehearsal:

@@ -109,7 +109,7 @@ def choose(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]) -
     if machine.agreed(None if ours is None else ours.slot, config):
         return _taken(theirs, ours, config)
     if ours is not None:
-        _left(theirs, config, ours.slot.format, "another rank does not take ours, as its log says")
+        _left(theirs, config, ours.slot.format, "another rank does not run our kernels, as its log says")
     return theirs
 
 

@@ -54,10 +54,14 @@ def vllm_lines(e: Environment) -> Iterator[str]:
     for form in formats.FORMATS:
         slots = [slot for slot in facts.SLOTS if slot.format == form.name]
         features = {row.name: row.features(e) for row in families.rows(names, form.name) if row.format == form.name}
-        verdict = resolve(LayerShape(quant_algo=form.quant_algo, dtype="bfloat16", activation="Swiglu"), None, e, features)
+        pair = slots[0].pair
+        if not pair:
+            features = {name: facts.for_every_call(known) for name, known in features.items()}
+        shape = LayerShape(quant_algo=form.quant_algo, dtype="bfloat16", activation="Swiglu")
+        verdict = resolve(shape, None, e, features, hosts_path=pair)
         theirs = " or ".join(dict.fromkeys(slot.instead[0] for slot in slots))
         if not verdict.served:
             yield f"{form.name} experts stay on {theirs}: {verdict.findings}"
         else:
-            place = "before" if slots[0].pair else "in place of"
+            place = "before" if pair else "in place of"
             yield f"{form.name} experts run on {' and '.join(verdict.families)}, {place} {theirs}"

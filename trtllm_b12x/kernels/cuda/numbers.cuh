@@ -12,9 +12,9 @@ struct Scale {
   u32 pair, added;
 };
 constexpr u32 MINUS_ZEROS = 0x80008000u, TWO_TO_60 = 0x5d805d80u, TWO_TO_120 = 0x7b807b80u;  // pairs
-// SCALED_X (E8M0): x and h are 2^60 times as large, of FP4 2^58 times; a block scale is 2^60 times as large and not
-// 2^118 or 2^120 times. So E4M3 needs one multiplication instead of two, and FP4 takes scales of up to 2^67 instead of
-// 2^9. |x| or |h| of 2^68 or more becomes infinite, as such scales do; scales below 2^-59 lose bits.
+// SCALED_X (E8M0): x and h are 2^60 times as large (FP4: 2^58), and a block scale is 2^60 times as large. So E4M3 needs
+// one multiplication instead of two, and FP4 takes scales of up to 2^67 instead of 2^9. A larger scale becomes NaN, and
+// |x| or |h| of 2^68 or more (FP4: 2^70) infinite; scales below 2^-59 lose bits.
 constexpr float X_FACTOR = !SCALED_X ? 1.f : CODE_BITS == 8 ? 0x1p60f : 0x1p58f;
 constexpr u32 X_FACTORS = CODE_BITS == 8 ? TWO_TO_60 : 0x5c805c80u;
 static_assert(!SCALED_X || GROUP == 32, "scales of other formats have a smaller range");
