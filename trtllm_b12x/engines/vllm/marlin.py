@@ -42,7 +42,7 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Packing:
-    """What vLLM does to the weights of a format for Marlin, in 0.28 and 0.33."""
+    """Scales and padded sizes of a format's weights when vLLM has packed them for Marlin, in 0.28 and 0.33."""
 
     config: str
     """Function of ``fused_moe/config.py`` that takes the packed scales."""
