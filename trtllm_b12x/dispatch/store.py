@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trtllm_b12x.core import disk
 from trtllm_b12x.core.errors import first_line
@@ -38,6 +38,8 @@ class Key:
     """GPU name, capability, multiprocessors and L2 cache."""
     geometry: Mapping[str, Any]
     """Sizes of one layer on one rank, and the weight format."""
+    title: ClassVar[str] = "crossover"
+    """Name of the table in log lines."""
     paths: Mapping[str, Any]
     """Kernel families, the host, and whether the host path is tuned."""
     conditions: Mapping[str, Any]
@@ -78,7 +80,7 @@ def load(key: Key) -> Timings | None:
         return None
     except _UNREADABLE as error:
         problem = first_line(error)
-    logger.info("the stored crossover is not used, %s: %s", file, problem)
+    logger.info("the stored %s is not used, %s: %s", key.title, file, problem)
     return None
 
 
@@ -104,13 +106,13 @@ def keep(key: Key, timings: Timings) -> None:
     """Write the table, replacing the file atomically. On failure, log one line."""
     folder = disk.directory()
     if folder is None:
-        logger.info("the crossover is measured at every start: neither XDG_CACHE_HOME nor HOME is an absolute path")
+        logger.info("the %s is measured at every start: neither XDG_CACHE_HOME nor HOME is an absolute path", key.title)
         return
     try:
         disk.make(folder)
         disk.replace(folder / key.file, json.dumps(record(key, timings)))
     except OSError as error:
-        logger.info("the crossover is measured at every start, %s cannot be written: %s", folder, first_line(error))
+        logger.info("the %s is measured at every start, %s cannot be written: %s", key.title, folder, first_line(error))
 
 
 def _mismatch(table: Any, key: Key, parts: Iterable[str]) -> str:

@@ -873,6 +873,20 @@ def test_doctor_says_what_the_oracles_would_answer(monkeypatch: pytest.MonkeyPat
     assert list(vllm_lines(Environment(sm=90))) == [recognized, *lines]
 
 
+def test_doctor_says_that_no_family_serves_every_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the rehearsal would find. NVFP4 has vLLM's own experts beside ours."""
+    from trtllm_b12x.decision import Environment
+    from trtllm_b12x.engines.vllm.report import vllm_lines
+
+    monkeypatch.setenv(settings.KERNELS.name, "triton,grouped")
+    _, nvfp4, w4a16, mxfp4, mxfp8 = vllm_lines(Environment(sm=120))
+    assert nvfp4.startswith("NVFP4 experts run on triton and grouped, before ")
+    assert w4a16.startswith("W4A16_NVFP4 experts stay on MARLIN: PREFILL: ")
+    assert mxfp4.startswith("MXFP4 experts stay on MARLIN: PREFILL: ")
+    assert mxfp8.startswith("MXFP8 experts run on triton and grouped, in place of ")
+    assert "PREFILL" in machine.resolve(facts.SLOTS[-1], layers.config_of(*SIZES)).findings
+
+
 @pytest.mark.parametrize("plugins", ["lora_filesystem_resolver", "", "a, trtllm_b12x", "a,trtllm_b12x"])
 def test_doctor_says_that_vllm_loads_other_plugins_alone(plugins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.plugins import load_plugins_by_group

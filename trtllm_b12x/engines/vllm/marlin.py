@@ -67,6 +67,8 @@ PACKINGS = {
 class Key(store.Key):
     """Conditions under which the times of both hold. ``doctor`` lists crossover tables, and no file of this name."""
 
+    title = "comparison with Marlin"
+
     @property
     def file(self) -> str:
         return super().file.replace("crossover", "marlin")
@@ -131,7 +133,7 @@ def _measured(experts: Any, tensors: Tensors, config: Any, counts: list[int]) ->
     experts.call(call, tensors.w1, tensors.w2, None, False)  # measures as a layer does in vLLM's profile run
     schedule = dispatch.schedule
     captured = all(kernel.features.graph_safe for kernel in schedule.kernels)
-    with _passing_workspaces(device):
+    with _temporary_workspaces(device):
         both = {
             OURS: TimedPath([lambda call: schedule.at(len(call.ids)).run(call)], captured=captured),
             HOST: TimedPath([runner(experts.rival, tensors, geometry, config, counts[-1])]),
@@ -143,7 +145,7 @@ def _measured(experts: Any, tensors: Tensors, config: Any, counts: list[int]) ->
 
 
 @contextmanager
-def _passing_workspaces(device: torch.device) -> Iterator[None]:
+def _temporary_workspaces(device: torch.device) -> Iterator[None]:
     """Let what Marlin keeps for a stream end with the block.
 
     These are locks that begin as zeros, which ``get_marlin_workspace`` of vLLM 0.33 makes once. In here they would be made in the
