@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from trtllm_b12x.core import log, process, settings
 from trtllm_b12x.decision import KernelFeatures
-from trtllm_b12x.kernels import Geometry, Kernel, PlanError, first_line
+from trtllm_b12x.formats.geometry import Scoring
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall, PlanError, first_line
 
 from . import crossover, host_check
 from .host_check import HostPath
@@ -49,6 +51,10 @@ class LayerDispatch:
         """On the engine's own path, once it was judged."""
         self.scale_ratio = 1.0
         """Largest ratio of the scales of gate and up, if the engine's own path takes one for both. To be set before a load."""
+        self.scoring: Scoring | None = None
+        """How calls are routed, if the engine hands over router logits. To be set before a load."""
+        self._routing: dict[str, Kernel] = {}
+        """By family, kernels that take router logits."""
         self._errors: dict[str, str] = {}
         self._layer: Any = None
         """Geometry, weights, device and first expert."""
@@ -78,6 +84,7 @@ class LayerDispatch:
         if soon := {name: limit for name, limit in limits.items() if first and reached[name] > limits[first]}:
             self._compile_ahead({first: limits[first]} | soon, geometry, device)
         self._layer = geometry, weights, device, first_expert
+        self._routing = {}
         bound: dict[str, Kernel] = {}
         errors: dict[str, str] = {}
         for name, limit in limits.items():
@@ -88,7 +95,8 @@ class LayerDispatch:
                 self.waiting[name] = limit
             else:
                 self._add(name, limit, bound, errors)
-        self.schedule, self.detached, self._stage = Schedule(bound, policy, self._wrong_host), HOSTS, -1
+        self._schedule(bound, policy)
+        self.detached, self._stage = HOSTS, -1
         self.decided, self._errors = False, errors
         self._compile_ahead(self.waiting, geometry, device)
         if bound and not self.schedule.base:
@@ -122,10 +130,46 @@ class LayerDispatch:
             kernel.bind(weights, first_expert)
             kernel.self_test()
             bound[name] = kernel
+            if self.scoring is not None and kernel.takes_logits:
+                self._add_routing(name, kernel.capacity)
         except Exception as error:
             errors[name] = first_line(error)
             if isinstance(error, PlanError) and error.lasting:
                 _failures[plan] = errors[name]
+
+    def _add_routing(self, name: str, limit: int) -> None:
+        """Plan, bind and test the kernel of a family that takes router logits. If that fails, all calls are routed first."""
+        geometry, weights, device, first_expert = self._layer
+        geometry = replace(geometry, scoring=self.scoring)
+        plan, kernel = (name, geometry, str(device)), self.kernels[name]()
+        try:
+            if plan in _failures:
+                raise PlanError(_failures[plan])
+            kernel.plan(geometry, limit, device)
+            kernel.bind(weights, first_expert)
+            kernel.self_test()
+        except Exception as error:
+            if isinstance(error, PlanError) and error.lasting:
+                _failures[plan] = first_line(error)
+            log.once(f"{name} takes no router logits of {geometry}: {first_line(error)}", logging.INFO)
+        else:
+            self._routing[name] = kernel
+
+    def run_logits(self, call: MoECall) -> torch.Tensor | None:
+        """Return the output of a kernel that routes by itself; None if the call has to be routed first, as after an error."""
+        kernel = self.schedule.with_logits(call.x.shape[0])
+        try:
+            return None if kernel is None else kernel.run(call)
+        except Exception as error:
+            self.route_first(error)
+        return None
+
+    def route_first(self, error: Exception) -> None:
+        """Leave router logits to the engine after an error of ours. One line says so."""
+        geometry = self.schedule.kernels[0].geometry if self.schedule.kernels else "a MoE layer"
+        log.once(f"{geometry}: calls are routed by the engine after an error of ours: {first_line(error)}")
+        self._routing = {}
+        self._schedule(self.schedule.families, self.schedule.policy)
 
     def _existing(self, name: str, device: torch.device) -> Kernel | None:
         kernel = self.schedule.families.get(name) or self.detached.families.get(name)
@@ -157,7 +201,7 @@ class LayerDispatch:
         """Take weights that have other addresses."""
         geometry, _, device, _ = self._layer
         self._layer = geometry, weights, device, first_expert
-        for kernel in self.schedule.kernels:
+        for kernel in (*self.schedule.kernels, *self._routing.values()):
             kernel.bind(weights, first_expert)
         self._schedule(self.schedule.families, self.schedule.policy)  # with their forms
 
@@ -199,7 +243,7 @@ class LayerDispatch:
         self._schedule(self.schedule.families, self.schedule.policy)
 
     def _schedule(self, families: Mapping[str, Kernel], policy: DispatchPolicy) -> None:
-        self.schedule = Schedule(families, policy, self._wrong_host)
+        self.schedule = Schedule(families, policy, self._wrong_host, self._routing)
 
     @property
     def _wrong_host(self) -> bool:
@@ -228,7 +272,7 @@ class LayerDispatch:
     def drop(self) -> None:
         """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""
         self.schedule = self.detached = HOSTS
-        self.waiting, self._layer = {}, None
+        self.waiting, self._layer, self._routing = {}, None, {}
 
     def moved_to(self, device: torch.device) -> bool:
         """Detach kernels that do not run on ``device`` until the layer is back. Return whether there are some to bind again."""

@@ -51,8 +51,11 @@ class InParts:
 class Schedule:
     """The bound kernels of one layer and the policy that chooses among them and the host."""
 
-    def __init__(self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None, wrong_host: bool = False) -> None:
-        """``wrong_host``: the host's path is known to be wrong."""
+    def __init__(
+        self, families: Mapping[str, Kernel], policy: DispatchPolicy | None = None, wrong_host: bool = False,
+        routing: Mapping[str, Kernel] | None = None,
+    ) -> None:  # fmt: skip
+        """``wrong_host``: the host's path is known to be wrong. ``routing``: by family, kernels that take router logits."""
         self.families, self.policy = families, policy or FixedThreshold()
         self.kernels = tuple(families.values())
         self.base = next((name for name, kernel in families.items() if kernel.features.every_count), "")
@@ -64,6 +67,8 @@ class Schedule:
         self.chosen = {n: kernel for n, kernel in paths.items() if self.policy.measured or not kernel.features.measured_from}
         """What the policy chooses from: kernels in the forms that were measured, or families; some wait for a measurement."""
         self._cache: dict[int, Kernel | InParts | None] = {}
+        self.routing = routing or {}
+        self._of_logits: dict[int, Kernel | None] = {}
 
     @functools.cached_property
     def forms(self) -> Mapping[str, Kernel]:
@@ -74,6 +79,17 @@ class Schedule:
     def at(self, tokens: int) -> Kernel | InParts | None:
         """Return what serves so many tokens, or None if the host does."""
         return self._cache[tokens] if tokens in self._cache else self._select(tokens)
+
+    def with_logits(self, tokens: int) -> Kernel | None:
+        """Return the kernel that serves so many tokens from router logits, or None if they have to be routed first."""
+        if not self.routing or tokens in self._of_logits:
+            return self._of_logits.get(tokens)
+        family, _, form = self.path(tokens).partition(" ")
+        kernel = self.routing[family].forms().get(form) if family in self.routing else None
+        found = kernel if kernel is not None and kernel.serves(tokens) else None
+        if self.settled and all(kernel.settled for kernel in self.routing.values()):
+            self._of_logits[tokens] = found
+        return found
 
     def _select(self, tokens: int) -> Kernel | InParts | None:
         found: Kernel | InParts | None = self._named(tokens, lambda kernel: kernel.serves(tokens))[1]

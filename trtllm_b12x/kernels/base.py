@@ -40,6 +40,8 @@ class Kernel(ABC):
     """Maximum number of tokens this kernel was planned for."""
     instruction: ClassVar[str] = ""
     """Tensor core instruction in the PTX of its products."""
+    takes_logits: ClassVar[bool] = False
+    """True if a geometry may have a ``scoring``."""
     adds_bias: ClassVar[bool] = False
     """True if ``run`` adds the biases of ``Epilogue``."""
     limited = ""

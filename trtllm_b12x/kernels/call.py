@@ -34,6 +34,8 @@ class MoECall(NamedTuple):
     """``(tokens, E)`` of the model's experts, if the geometry has a ``scoring``. ``ids`` and ``router_weights`` are not read."""
     router_bias: torch.Tensor | None = None
     """``(E,)`` float32, if ``scoring.bias``."""
+    padding: torch.Tensor | None = None
+    """``(tokens,)`` bool, of calls with logits: True for rows that no token is in. They have no routes, and zeros come out."""
 
     def check(self, geometry: Geometry, quantized_input: bool) -> None:
         """Raise ValueError, naming the tensor, if kernels do not take its shape, or no ``x_sf`` and there is one."""
@@ -48,6 +50,10 @@ class MoECall(NamedTuple):
         else:
             experts = geometry.num_experts * geometry.ranks
             expected |= {"router_logits": (tokens, experts)} | ({"router_bias": (experts,)} if scoring.bias else {})
+        if self.padding is not None:
+            if scoring is None or self.padding.dtype is not torch.bool:
+                raise ValueError(f"padding is {self.padding.dtype}, expected bool, in a call with router_logits")
+            expected["padding"] = (tokens,)
         for name in ("router_logits", "router_bias"):
             if (getattr(self, name) is None) == (name in expected):
                 raise ValueError(f"{name} is {'missing' if name in expected else 'given, but the layer has no use for it'}")
@@ -68,20 +74,20 @@ class MoECall(NamedTuple):
         ``device``: number of the layer's device, as ``get_device`` returns it. Raise ValueError as ``check`` does, if ``x`` has
         another dtype than the layer or ``out`` has integers, if a tensor is on another device, and if ``scratch`` is not aligned.
         """
-        x, ids, router_weights, x_sf, swizzled, out, scratch, logits, bias = self
+        x, ids, router_weights, x_sf, swizzled, out, scratch, logits, bias, padding = self
         shape, hidden, dtype = x.shape, geometry.hidden_size, geometry.dtype
         tokens = shape[0]
         routes = tokens, geometry.top_k
         out_shape = shape if out is None else out.shape
         # Each look at a tensor takes 0.1 us, and so does each call of a function.
         fits = out_shape == shape == (tokens, hidden) and ids.shape == routes == router_weights.shape
-        if not fits or x_sf is not None or geometry.scoring is not None or logits is not None:
+        if not fits or x_sf is not None or geometry.scoring is not None or logits is not None or padding is not None:
             self.check(geometry, quantized_input)
         if (
             not device == x.get_device() == ids.get_device() == router_weights.get_device()
             or (out is not None and out.get_device() != device) or (scratch is not None and scratch.get_device() != device)
             or (x_sf is not None and x_sf.get_device() != device) or (logits is not None and logits.get_device() != device)
-            or (bias is not None and bias.get_device() != device)
+            or (bias is not None and bias.get_device() != device) or (padding is not None and padding.get_device() != device)
         ):  # fmt: skip
             self._name_device(device)
         if scratch is not None and scratch.data_ptr() % 16:
@@ -99,16 +105,18 @@ class MoECall(NamedTuple):
             if not logits.is_floating_point():
                 raise ValueError(f"router_logits is {logits.dtype}, expected floats")
             logits = (logits if logits.dtype in ROUTER_WEIGHT_TYPES else logits.float()).contiguous()
+            ids = router_weights = logits  # nobody reads them
             bias = None if bias is None else bias.float().contiguous()
+            padding = None if padding is None else padding.contiguous()
         elif ids.dtype not in ID_TYPES or router_weights.dtype not in ROUTER_WEIGHT_TYPES:
             ids, router_weights = of_known_types(ids, router_weights)
-        fields = x, ids.contiguous(), router_weights.contiguous(), x_sf, swizzled, out, scratch, logits, bias
+        fields = x, ids.contiguous(), router_weights.contiguous(), x_sf, swizzled, out, scratch, logits, bias, padding
         return tuple.__new__(MoECall, fields)  # half the time of MoECall(*fields)
 
     def of_tokens(self, first: int, end: int) -> MoECall:
         """Return the call of some of the tokens, without ``out``. With swizzled ``x_sf`` ``first`` is a multiple of 128."""
-        names = ("x", "ids", "router_weights") if self.router_logits is None else ("x", "router_logits")
-        part = self._replace(out=None, **{name: getattr(self, name)[first:end] for name in names})
+        names = ("x", "ids", "router_weights") if self.router_logits is None else ("x", "router_logits", "padding")
+        part = self._replace(out=None, **{name: part[first:end] for name in names if (part := getattr(self, name)) is not None})
         if self.x_sf is None:
             return part
         row = 2 * self.x.shape[1] // 16
@@ -124,8 +132,7 @@ class MoECall(NamedTuple):
 
 def of_logits(x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None = None, **more: Any) -> MoECall:
     """Return a call that has router logits. ``more`` are other fields."""
-    nothing = logits.new_empty(0)
-    return MoECall(x, nothing, nothing, router_logits=logits, router_bias=bias, **more)
+    return MoECall(x, logits, logits, router_logits=logits, router_bias=bias, **more)
 
 
 def aligned16(tensor: torch.Tensor) -> torch.Tensor:

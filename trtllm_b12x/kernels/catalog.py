@@ -24,5 +24,6 @@ KERNELS: dict[tuple[str, str], tuple[type[Kernel], type[Kernel] | None]] = {
 }
 """Kernel class and torch class of each family and number format.
 
-The torch classes of ``triton`` stand in for ``cuda``, those of ``triton`` and ``grouped`` for ``gemm`` where ``grouped`` serves.
+The torch classes of ``triton`` stand in for ``cuda``, also where calls have router logits. Those of ``triton`` and ``grouped``
+stand in for ``gemm`` where ``grouped`` serves.
 """

@@ -118,7 +118,6 @@ class OwnKernel(PlannedKernel):
 
     instruction = "mma.sync"
     adds_bias = True
-    takes_logits = False
     first_expert: int
 
     def __init__(self, card: Card | None = None) -> None:

@@ -89,6 +89,8 @@ class ReferenceKernel(Kernel):
             ids, router_weights = of_known_types(call.ids, call.router_weights)
         else:
             ids, router_weights = routes_of(g.scoring, g.top_k, call.router_logits, call.router_bias)
+            if call.padding is not None:
+                ids = ids.masked_fill(call.padding.unsqueeze(1), -1)
         self.weights.derive()
         x, arrived = call.x, call.x_sf is not None
         if call.x_sf is not None:
@@ -210,6 +212,7 @@ class UnquantizedReferenceKernel(ReferenceKernel):
     """The Triton decode kernels for NVFP4 (W4A16): activations as they are, or as the host has quantized them."""
 
     features = dataclasses.replace(families.triton(Environment()), name="reference W4A16", graph_safe=False)
+    takes_logits = True
     multiple = 16
     quantizes = rounds_shares = False
 
@@ -224,6 +227,7 @@ class W4A16ReferenceKernel(UnquantizedReferenceKernel):
     """The gemm kernels for W4A16_NVFP4."""
 
     features = dataclasses.replace(families.gemm_w4a16(Environment()), name="reference W4A16", graph_safe=False)
+    takes_logits = False
 
 
 class MXFP4UnquantizedReferenceKernel(UnquantizedReferenceKernel):
@@ -237,6 +241,7 @@ class MXFP4ReferenceKernel(MXFP4UnquantizedReferenceKernel):
     """The gemm kernels for MXFP4."""
 
     features = dataclasses.replace(families.gemm_mxfp4(Environment()), name="reference W4A16", graph_safe=False)
+    takes_logits = False
 
 
 class QuantizedReferenceKernel(ReferenceKernel):
@@ -286,6 +291,7 @@ class MXFP8UnquantizedReferenceKernel(MXFP8ReferenceKernel):
     """The Triton decode kernels for MXFP8 (W8A16)."""
 
     features = dataclasses.replace(families.triton_mxfp8(Environment()), name="reference W8A16", graph_safe=False)
+    takes_logits = True
     quantizes = rounds_shares = False
 
 

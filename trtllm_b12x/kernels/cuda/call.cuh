@@ -18,6 +18,7 @@ struct Layer {
 struct Call {
   const u8 *x, *x_sf;                // x_sf: scales of x in FP4, as the host has quantized it, else null
   const void *ids, *router_weights;  // (tokens, TOP_K); FROM_LOGITS: logits (tokens, ALL_EXPERTS), ROUTER_BIAS's floats
+  const u8* padding;                 // FROM_LOGITS: bytes (tokens), not 0 of a row that has no routes; or null
   u16* out;
   u8* workspace;
   int tokens;

@@ -145,7 +145,7 @@ class CudaKernel(OwnKernel):
         return (*super().summary(), *self._pending())
 
     def run(self, call: MoECall) -> torch.Tensor:
-        x, ids, router_weights, x_sf, swizzled, given, _, logits, bias = call
+        x, ids, router_weights, x_sf, swizzled, given, _, logits, bias, padding = call
         geometry, device, at, out, wide, half = self.geometry, self._at, x.data_ptr(), given, False, False
         form, dtype = self._launches.get(x.shape), geometry.dtype
         # What hosts pass is taken as it is, checked here as ``prepared`` does: each look at a tensor takes 0.1 us.
@@ -163,7 +163,7 @@ class CudaKernel(OwnKernel):
                 out = x.new_empty(x.shape)
         else:
             prepared = call.prepared(geometry, self.features.quantized_input, device)
-            x, ids, router_weights, x_sf, swizzled, out, _, logits, bias = prepared
+            x, ids, router_weights, x_sf, swizzled, out, _, logits, bias, padding = prepared
             assert out is not None
             at, wide, half = x.data_ptr(), ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16
             if logits is not None:
@@ -179,8 +179,9 @@ class CudaKernel(OwnKernel):
         workspace, _ = plan.workspaces.get(owner) or self._workspace(owner)
         try:
             launches[x_sf is not None](
-                stream, at, 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(), out.data_ptr(),
-                workspace, out.shape[0], wide, half, 1 if swizzled else 0,
+                stream, at, 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(),
+                0 if padding is None else padding.data_ptr(), out.data_ptr(), workspace, out.shape[0],
+                wide, half, 1 if swizzled else 0,
             )  # fmt: skip
         except driver.DriverError as error:
             raise driver.DriverError(_stuck_launch(geometry, plan.stuck) or str(error)) from None

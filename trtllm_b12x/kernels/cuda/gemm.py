@@ -247,7 +247,7 @@ class GemmKernel(OwnKernel):
         for launch in self._launches[shape][x_sf is not None]:
             launch(
                 stream, x.data_ptr(), 0 if x_sf is None else x_sf.data_ptr(), ids.data_ptr(), router_weights.data_ptr(),
-                out.data_ptr(), memory.data_ptr(), tokens, ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16,
+                0, out.data_ptr(), memory.data_ptr(), tokens, ids.dtype is torch.int64, router_weights.dtype is torch.bfloat16,
                 1 if swizzled else 0,
             )  # fmt: skip
 

@@ -28,7 +28,7 @@ class Layer(ctypes.Structure):
 class Call(ctypes.Structure):
     """Addresses of a call's tensors, and what they are."""
 
-    _fields_ = _fields("x x_sf ids router_weights out workspace", "tokens wide_ids weight_type swizzled")
+    _fields_ = _fields("x x_sf ids router_weights padding out workspace", "tokens wide_ids weight_type swizzled")
 
 
 def layers_of(

@@ -27,7 +27,8 @@ DEVICE u32 ordered(float value) {
   return max(bits >> 31 ? ~bits : bits | 0x80000000u, 1u);
 }
 
-// Returns the global number of the expert of route `lane`; ~0 behind the first `most` routes whose experts are local.
+// Returns the global number of the expert of route `lane`; ~0 behind the first `most` routes whose experts are local, and
+// in a row of padding.
 DEVICE u32 choose(const Block& b, int token, int most = TOP_K) {
   u32 keys[LANE_EXPERTS];  // 0: chosen, or no expert
   EACH (i, LANE_EXPERTS) {
@@ -40,6 +41,7 @@ DEVICE u32 choose(const Block& b, int token, int most = TOP_K) {
     }
   }
   u32 mine = ~0u;
+  if (b.call.padding && b.call.padding[token]) most = 0;
   ROLLED
   for (int route = 0; route < TOP_K && most > 0; route++) {
     u32 best = 0, place = 0;
@@ -60,7 +62,7 @@ DEVICE u32 choose(const Block& b, int token, int most = TOP_K) {
 }
 // Returns the router weight of this lane's route, whose expert is `expert`.
 DEVICE float weight_of_choice(const Block& b, int token, u32 expert) {
-  const bool one = b.lane < TOP_K;
+  const bool one = b.lane < TOP_K && expert != ~0u;
   const float logit = one ? logit_at(b.call, token, expert) : 0;
   float all = 0;  // SOFTMAX without RENORMALIZE: sum over all experts
   float score = score_of(logit);

@@ -32,7 +32,8 @@ _TASKS = 120  # minimum number of tasks of FC1 and of FC2, so that every multipr
 MOST_BLOCKS = 256
 """Maximum number of blocks of a launch: a block has room for so many virtual blocks."""
 _MAX_TOP_K = 32
-_MAX_SCORED = 512  # experts whose logits a warp compares
+MOST_SCORED = 512
+"""Maximum number of experts whose logits a warp compares."""
 _BIASES = (None, torch.bfloat16, torch.float16, torch.float32)  # by number, as matrix.cuh has them
 _SCORING = ("softmax", "sigmoid", "sigmoid_tanh")  # by number, as scoring.cuh has them
 SPIN_SECONDS = 30
@@ -104,8 +105,8 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
         raise ValueError(f"one launch takes at most {_MAX_TOP_K} experts a token, not {g.top_k}")
     if g.scoring is not None and g.scoring.kind == "softmax" and g.scoring.bias:
         raise ValueError("one launch takes no bias with softmax: it is not known whether logits or probabilities get it")
-    if g.scoring is not None and g.num_experts * g.ranks > _MAX_SCORED:
-        raise ValueError(f"one launch takes the logits of at most {_MAX_SCORED} experts, not {g.num_experts * g.ranks}")
+    if g.scoring is not None and g.num_experts * g.ranks > MOST_SCORED:
+        raise ValueError(f"one launch takes the logits of at most {MOST_SCORED} experts, not {g.num_experts * g.ranks}")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]
     found = [_variant(g, form, tokens, subnormals) for tokens in taken]
     if found[-1] is None:
