@@ -56,7 +56,9 @@ def call(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) 
     if method.is_monolithic:
         scores = torch.full((len(x), layer.moe_config.num_experts), -math.inf, device=x.device, dtype=torch.float32)
         scores.scatter_(1, ids.long(), weights.log())
-        output = method.apply_monolithic(layer=layer, x=x, router_logits=scores.clamp(min=-1e4).to(x.dtype), input_ids=None)
+        takes = method.moe_kernel.fused_experts._supports_router_logits_dtype(torch.float32, layer.moe_config.routing_method)
+        logits = scores.clamp(min=-1e4).to(torch.float32 if takes else x.dtype)
+        output = method.apply_monolithic(layer=layer, x=x, router_logits=logits, input_ids=None)
     else:
         output = method.apply(layer, x, weights, ids, None, None)
     result: torch.Tensor = output[:, :hidden]

@@ -113,6 +113,7 @@ class ServedWorker:
             for name, value in vars(method).items():
                 if name.endswith("_backend") and hasattr(value, "name"):
                     _count(found["backends"], value.name)
+            experts = getattr(experts, "experts", experts)  # behind vLLM's router
             if hasattr(experts, "dispatch"):
                 schedule = experts.dispatch.schedule
                 found["kernels"] = {str(n): _kernel(schedule.at(n)) for n in job()["requests"]}

@@ -17,6 +17,8 @@ PERMANENT = {
     "engines.trtllm.host": "the TensorRT-LLM of this process, whose classes ours inherit",
     "engines.trtllm.patches": "rebound names of TensorRT-LLM: uninstall() restores them",
     "engines.vllm.experts": "classes that vLLM holds",
+    "engines.vllm.facts": "the contract of the vLLM of this process",
+    "engines.vllm.monolithic": "classes that vLLM holds",
     "engines.vllm.plugin": "rebound names of vLLM: uninstall() restores them",
     "environment": "facts of the machine, which cost processes; environment.forget() clears them",
     "environment.triton": "releases of ptxas programs",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 import types
@@ -102,7 +104,7 @@ def config_of(experts: int, top_k: int, hidden: int, size: int, **more: Any) -> 
         "num_local_experts": experts,
         "num_logical_experts": experts,
         "device": "cpu",
-        "routing_method": c.RoutingMethodType.Renormalize,
+        "routing_method": c.RoutingMethodType.Unspecified,  # calls come with ids
         "moe_parallel_config": parallel,
         "in_dtype": torch.bfloat16,
     } | more
@@ -313,6 +315,19 @@ def loaded(form: str, config: Any, experts: Experts, method: Any = None) -> tupl
     return method, layer
 
 
+@dataclass
+class Routed:
+    """What vLLM's RoutedExperts has of its router when it makes its method."""
+
+    num_expert_group: int | None = None
+    custom_routing_function: Any = None
+    routed_scaling_factor: float = 1.0
+
+    def loaded(self, form: str, config: Any, experts: Experts) -> tuple[Any, Layer]:
+        """Make and load a layer as ``loaded`` does."""
+        return loaded(form, config, experts)
+
+
 def reload(method: Any, layer: Layer, experts: Experts) -> None:
     """Load again as ``reload_weights`` does: into new parameters, which are processed and copied to where the old ones are."""
     held = dict(layer.named_parameters())
@@ -342,3 +357,18 @@ def call(method: Any, layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids:
         x = torch.nn.functional.pad(x, (0, padding))
     result: torch.Tensor = method.apply(layer, x, weights, ids, None, None)
     return result[:, :hidden] if padding else result
+
+
+@functools.cache
+def _has_sinks(kernel: Any) -> bool:
+    return "routing_sink" in inspect.signature(kernel.apply_monolithic).parameters
+
+
+def call_with_logits(method: Any, layer: Layer, x: torch.Tensor, logits: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Call the layer's experts as ``apply_monolithic`` of vLLM's methods does."""
+    groups = {"num_expert_group": None, "topk_group": None}
+    routing = {**groups, "e_score_correction_bias": None, "routed_scaling_factor": 1.0, "apply_router_weight_on_input": False}
+    tensors = x, layer.w13_weight, layer.w2_weight, logits, layer.activation, layer.global_num_experts, layer.expert_map
+    sink = {"routing_sink": None} if _has_sinks(method.moe_kernel.__class__) else {}
+    result: torch.Tensor = method.moe_kernel.apply_monolithic(*tensors, **sink | routing | more)
+    return result

@@ -23,7 +23,9 @@ from tests.allocations import Allocations
 from tests.integration.vllm import layers, models, whole
 from trtllm_b12x.core import log, settings
 from trtllm_b12x.engines.vllm import plugin
+from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.kernels import MoECall
+from trtllm_b12x.kernels.scoring import routes_of
 
 FORMATS = {"NVFP4": "NVFP4", "W4A16_NVFP4": "W4A16_NVFP4", "MXFP8": "MXFP8", "gpt-oss": "MXFP4"}
 """Names of ``models``, and the format of their experts."""
@@ -41,6 +43,8 @@ def pretended() -> Iterator[None]:
         for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
             patch.setattr(torch.accelerator, name, lambda *_: 0)
         patch.setattr(importlib.import_module(f"{layers.FUSED_MOE}.router.fused_topk_router"), "vllm_topk_softmax", _route)
+        kind = importlib.import_module("trtllm_b12x.engines.vllm.monolithic").Sm12xMonolithicExperts
+        patch.setattr(kind, "apply", _recording(kind.apply))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr(log.logger, "logger", log.logger.logger)  # vLLM calls our entry point, which replaces it
         with layers.vllm_config(), whole.one_rank():
@@ -48,14 +52,21 @@ def pretended() -> Iterator[None]:
 
 
 routes: list[tuple[torch.Tensor, torch.Tensor]] = []
-"""Router weights and ids of each call."""
+"""Router weights and ids of each call that had logits."""
 
 
 def _route(weights: torch.Tensor, ids: torch.Tensor, _: Any, logits: torch.Tensor, renormalize: bool = False, *rest: Any) -> Any:
     """Route as vLLM's operator does, on the CPU."""
-    values, chosen = whole.route(logits, logits, weights.shape[1], renormalize)
-    routes.append((weights.copy_(values), ids.copy_(chosen)))
-    return routes[-1]
+    chosen, values = routes_of(Scoring("softmax", renormalize), weights.shape[1], logits)
+    return weights.copy_(values), ids.copy_(chosen)
+
+
+def _recording(apply: Any) -> Any:
+    def applied(self: Any, **named: Any) -> Any:
+        routes.append(routes_of(Scoring(), self.moe_config.experts_per_token, named["router_logits"])[::-1])
+        return apply(self, **named)
+
+    return applied
 
 
 @dataclass
@@ -72,7 +83,7 @@ class Loaded:
 
     def experts(self) -> list[Any]:
         methods = [block.experts.routed_experts.quant_method for block in self.blocks()]
-        return [method.moe_kernel.fused_experts for method in methods]
+        return [method.moe_kernel.fused_experts.experts for method in methods]  # behind vLLM's router
 
     def outputs(self) -> list[torch.Tensor]:
         """Call the MoE blocks as the model does, each on its own random x."""

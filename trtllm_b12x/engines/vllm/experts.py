@@ -22,8 +22,10 @@ from trtllm_b12x.dispatch.layer import LayerDispatch
 from trtllm_b12x.dispatch.timing import TimedPath
 from trtllm_b12x.environment.flashinfer import autotuner
 from trtllm_b12x.formats import constants
+from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.formats.mxfp4 import LARGEST_SCALE, LARGEST_SCALE_OF_GEMM
 from trtllm_b12x.kernels import MoECall, first_line
+from trtllm_b12x.kernels.call import of_logits
 
 from . import facts, machine, problem, weights
 from .facts import Slot
@@ -40,6 +42,8 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     """vLLM's own experts for the same tensors, which serve beyond our kernels."""
     rival: ClassVar[type[Any] | None] = None
     """vLLM's own choice for tensors that loading changes, so that one of the two serves every call."""
+    scoring: ClassVar[Scoring | None] = None
+    """How the layer routes, if its calls come with router logits (``monolithic.py``)."""
 
     def __init__(
         self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
@@ -49,6 +53,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         bias = None if self.w1_bias is None else self.w1_bias.dtype
         self.geometry = replace(problem.geometry_of(moe_config, self.slot), bias=bias)
         self.dispatch = LayerDispatch(machine.candidate_kernels(self.slot, machine.device_of(moe_config)))
+        self.dispatch.scoring = self.scoring
         self._own = None if self.theirs is None else self.theirs(moe_config, quant_config)
         self._scalars: weights.Scalars | None = None
         self._addresses: tuple[int, ...] = ()
@@ -131,7 +136,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     def _workspace_bytes(self, tokens: int) -> int:
         """Return the bytes of kernels and of three numbers a route. More tokens need more: vLLM locks the largest workspace."""
         if tokens not in self._scratch:
-            kernels = machine.rehearsed(self.slot, self.moe_config).kernels or self.dispatch.schedule.kernels
+            kernels = machine.rehearsed(type(self), self.moe_config).kernels or self.dispatch.schedule.kernels
             if not kernels:
                 return 0
             self._scratch[tokens] = max(kernel.scratch_bytes(tokens) for kernel in kernels)
@@ -213,6 +218,22 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
                 call = call._replace(ids=ids)
         kernel.run(call)
         return True
+
+    def call_with_logits(
+        self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None,
+        expert_map: torch.Tensor | None, padding: torch.Tensor | None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Return the output of a kernel that routes by itself; None if vLLM has to route the call."""
+        if self.fault or (self.scoring is not None and self.scoring.bias) != (bias is not None) or _is_tuning():
+            return None
+        if self._tensors(w1, w2).addresses() != self._addresses:
+            try:
+                self.load(w1, w2, expert_map)
+            except Exception:
+                return None  # a routed call raises it again
+        if self.dispatch.should_measure() and timing.possible(x.device) and not torch.cuda.is_current_stream_capturing():
+            return None
+        return None if self._local is not None else self.dispatch.run_logits(of_logits(x, logits, bias, padding=padding))
 
     def _tensors(self, w1: torch.Tensor, w2: torch.Tensor) -> weights.Tensors:
         alphas = None if self.g1_alphas is None else (self.g1_alphas, self.g2_alphas)
@@ -311,10 +332,10 @@ def named_keys(names: tuple[str, str | None]) -> tuple[Any, Any]:
 
 
 @functools.cache
-def experts_class(slot: Slot, theirs: type[Any] | None) -> type[Sm12xExperts]:
-    """Return the experts class of a slot. ``theirs`` is the class that vLLM has chosen."""
+def experts_class(slot: Slot, theirs: type[Any] | None, scoring: Scoring | None = None) -> type[Sm12xExperts]:
+    """Return the experts class of a slot. ``theirs`` is the class that vLLM has chosen, ``scoring`` of calls with logits."""
     return type(
         f"{slot.format}Sm12xExperts",
         (Sm12xExperts,),
-        {"slot": slot, "theirs" if slot.pair else "rival": theirs, "__module__": __name__},
+        {"slot": slot, "theirs" if slot.pair else "rival": theirs, "scoring": scoring, "__module__": __name__},
     )

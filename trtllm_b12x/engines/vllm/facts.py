@@ -6,6 +6,7 @@ Read in the wheels of 0.26.0 to 0.33.0, where all of it is equal. What else is u
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -134,6 +135,18 @@ ABSTRACT, APPLY, IS_SUPPORTED, CONFIG = (
 and ``is_supported_config``, and the fields of ``FusedMoEConfig`` (fused_moe/config.py) that are read."""
 
 
+_OF_LOGITS, _ROUTER = (
+    names.split()
+    for names in (
+        "self hidden_states w1 w2 router_logits activation global_num_experts expert_map a1q_scale apply_router_weight_on_input "
+        "num_expert_group e_score_correction_bias routed_scaling_factor topk_group",
+        "top_k global_num_experts renormalize use_grouped_topk num_expert_group topk_group scoring_func routed_scaling_factor "
+        "e_score_correction_bias",
+    )
+)
+"""Parameters of ``FusedMoEExpertsMonolithic.apply``, and those of ``create_fused_moe_router`` that are given by name."""
+
+
 class UnknownVLLMError(RuntimeError):
     """The installed vLLM differs from what this package relies on. The message says where."""
 
@@ -182,6 +195,16 @@ def _differences() -> Iterator[str]:
     for slot in SLOTS:
         if not hasattr(getattr(importlib.import_module(f"{FUSED_MOE}.oracle.{slot.oracle}"), slot.enum), slot.backend):
             yield f"{slot.enum} has no {slot.backend}"
+
+
+@functools.cache
+def hands_over_logits() -> bool:
+    """Return whether experts that take router logits have the contract of 0.28 or 0.33 in the installed vLLM."""
+    monolithic = importlib.import_module(f"{FUSED_MOE}.modular_kernel").FusedMoEExpertsMonolithic
+    router = importlib.import_module(f"{FUSED_MOE}.router.router_factory").create_fused_moe_router
+    names = _parameters(monolithic.apply)
+    known = monolithic.__abstractmethods__ <= set(ABSTRACT) and set(_ROUTER) <= set(_parameters(router))
+    return known and names in (tuple(_OF_LOGITS), (*_OF_LOGITS, "routing_replay_out"))
 
 
 def _parameters(function: Any) -> tuple[str, ...]:

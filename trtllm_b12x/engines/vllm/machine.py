@@ -30,7 +30,8 @@ class Rehearsal(NamedTuple):
     seconds: float = 0.0
 
 
-_rehearsed: dict[tuple[Slot, Geometry, torch.device], Rehearsal] = {}
+_rehearsed: dict[tuple[type[Any], Geometry, torch.device], Rehearsal] = {}
+"""By experts class, which knows the slot and how calls are routed."""
 
 
 @process.kept
@@ -102,9 +103,9 @@ def resolve(slot: Slot, config: Any) -> Resolution:
     return decision.resolve(*of, environment, features, hosts_path=slot.pair)
 
 
-def rehearsed(slot: Slot, config: Any) -> Rehearsal:
+def rehearsed(experts_class: Any, config: Any) -> Rehearsal:
     """Return what ``rehearse`` has kept for the layer's sizes."""
-    return _rehearsed.get((slot, problem.geometry_of(config, slot), device_of(config)), Rehearsal())
+    return _rehearsed.get((experts_class, problem.geometry_of(config, experts_class.slot), device_of(config)), Rehearsal())
 
 
 def agreed(slot: Slot | None, config: Any) -> bool:
@@ -141,8 +142,8 @@ def rehearse(experts_class: Any, config: Any) -> str:
     Marlin, if vLLM has chosen it, is timed on the same memory. Return why our kernels do not serve; empty if they do. Plans are
     kept, so that layers compile nothing.
     """
-    slot, device = experts_class.slot, device_of(config)
-    key = slot, problem.geometry_of(config, slot), device
+    device = device_of(config)
+    key = experts_class, problem.geometry_of(config, experts_class.slot), device
     if key not in _rehearsed:
         started = time.monotonic()
         try:
@@ -202,8 +203,10 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
         return Rehearsal(refusal)
     kept = []
     for name, kernel in experts.dispatch.schedule.families.items():
-        kept.append(experts.dispatch.kernels[name]())
-        kept[-1].plan(geometry, kernel.capacity, device)
+        for planned in (kernel, experts.dispatch.schedule.routing.get(name)):
+            if planned is not None:
+                kept.append(experts.dispatch.kernels[name]())
+                kept[-1].plan(planned.geometry, kernel.capacity, device)
     for name, limit in experts.dispatch.waiting.items():
         kernel = experts.dispatch.kernels[name]()
         with suppress(ValueError):  # its plan raises it again

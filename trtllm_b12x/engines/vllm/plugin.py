@@ -10,12 +10,15 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtllm_b12x.core import log, settings
 from trtllm_b12x.core.errors import first_line
 
 from . import facts
+
+if TYPE_CHECKING:
+    from trtllm_b12x.formats.geometry import Scoring
 
 _ITS_OWN = "its own experts after an error of ours"
 _rebound: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -126,7 +129,11 @@ def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]
         return None
     fitting = [slot for slot in slots if backend.name in slot.instead]
     slot = next((slot for slot in fitting if problem.convertible(config, slot)), (fitting or slots)[0])
-    ours = experts.experts_class(slot, their_class)
+    method = next((type(names["self"]) for names in _callers() if "self" in names), None)
+    scoring = None
+    with _vllm_keeps("its router after an error of ours"):
+        scoring = _scoring(method, config)
+    ours: Any = experts.experts_class(slot, their_class, scoring)
     modular = experts.mk.FusedMoEActivationFormat
     batched = config.moe_parallel_config.use_batched_activation_format
     asked = *keys, modular.BatchedExperts if batched else modular.Standard
@@ -139,7 +146,6 @@ def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]
         reason = f"our kernels stand in for {' or '.join(slot.instead)}"
     if not reason and not problem.convertible(config, slot):
         reason = f"this vLLM converts no weights for {slot.backend}, which our kernels stand in"
-    method = next((type(names["self"]) for names in _callers() if "self" in names), None)
     if not reason and slot.oracle == "nvfp4" and method is not None and not calls_hook(method):
         reason = "vLLM's method for this checkpoint does not multiply alphas by input scales"
     if not reason and not all(isinstance(holder.additional_config, dict) for holder in _configs()):
@@ -147,14 +153,19 @@ def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]
     reason = reason or ours.is_supported_config(ours, config, *asked)[1] or ""
     if reason:
         _left(theirs, config, slot.format, reason)
-    return None if reason else ours
+        return None
+    if scoring is None:
+        return ours
+    from .monolithic import monolithic_class
+
+    return monolithic_class(ours)
 
 
 def _taken(theirs: Any, ours: Any, config: Any) -> Any:
     """Return our backend and class. Put them into the key of vLLM's compile cache, and log them."""
     from . import machine
 
-    slot, backend = ours.slot, theirs[0]
+    slot, backend, modular = ours.slot, theirs[0], getattr(ours, "modular", ours)
     entry = [slot.format, slot.backend, config.num_experts, config.hidden_dim, config.intermediate_size]
     for holder in _configs():
         entries = holder.additional_config.setdefault("trtllm_b12x", [])
@@ -162,7 +173,7 @@ def _taken(theirs: Any, ours: Any, config: Any) -> Any:
             entries.append(entry)
             entries.sort()
     beyond = f", with vLLM's {backend.name} for many tokens" if slot.pair else f", in place of vLLM's {backend.name}"
-    took = f"kernels ready in {machine.rehearsed(slot, config).seconds:.1f} s"
+    took = f"kernels ready in {machine.rehearsed(modular, config).seconds:.1f} s"
     log.once(f"{slot.format} experts run on trtllm-b12x{beyond} ({_sizes(config)}): {took}", logging.INFO)
     return type(backend)[slot.backend], ours
 
@@ -193,6 +204,22 @@ def _configs() -> list[Any]:
 
     found = get_current_vllm_config_or_none(), *(names.get("vllm_config") for names in _callers())
     return [config for config in found if isinstance(config, VllmConfig)]
+
+
+def _scoring(method: type | None, config: Any) -> Scoring | None:
+    """Return how a layer routes, if its method can call experts that take router logits, and nothing else reads its ids."""
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+    apply = getattr(method, "apply_monolithic", FusedMoEMethodBase.apply_monolithic)
+    # Of the model in 0.28, of auxiliary outputs in 0.33.
+    parts = (getattr(holder, name, None) for holder in _configs() for name in ("model_config", "aux_output_config"))
+    returned = any(getattr(part, "enable_return_routed_experts", False) for part in parts)
+    layer = next((names["self"] for names in _callers() if hasattr(names.get("self"), "custom_routing_function")), None)
+    if apply is FusedMoEMethodBase.apply_monolithic or returned or layer is None or not facts.hands_over_logits():
+        return None
+    from .monolithic import scoring_of
+
+    return scoring_of(config, layer)
 
 
 def calls_hook(method: type) -> bool:
