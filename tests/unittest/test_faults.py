@@ -48,6 +48,8 @@ SEAMS = (
     "engines.trtllm.patches.known_as_cutlass",
     "engines.trtllm.guard.",
     "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._serve",
+    "engines.trtllm.routing.RoutesItself._takes_logits",
+    "engines.trtllm.calls.ContextCalls._supports_load_balancer",
     "engines.trtllm.quantization_nvfp4.NVFP4Sm12xFusedMoEMethod.record_weight_scale_2",
     "engines.trtllm.fused_moe.FlashInferNvfp4Sm12xFusedMoE._announce_and_record",
     "dispatch.layer.LayerDispatch.drop",

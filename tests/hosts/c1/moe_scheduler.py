@@ -2,6 +2,7 @@
 
 import torch
 from tensorrt_llm._scheduling import Scheduler
+from tensorrt_llm._torch.route_capture import get_active_route_capture
 
 from .impl_contract import MoECommPlan, MoERunContext
 
@@ -22,8 +23,14 @@ class ExternalCommMoEScheduler(Scheduler):
                 x, router_logits = x.new_zeros(1, x.shape[1]), router_logits.new_zeros(1, router_logits.shape[1])
         return super().forward_chunk(x, router_logits, input_ids, counts, **call)[:rows]
 
+    def separates(self):
+        moe = self.moe
+        return super().separates() or moe.routing_method.requires_separated_routing or moe.comm is not None
+
     def route(self, router_logits, input_ids):
         ids, scales = self.moe.routing_method.apply(router_logits, input_ids)
+        if (capture := get_active_route_capture()) is not None:
+            capture(self.moe.layer_idx, ids)
         assert ids.shape == scales.shape
         assert ids.shape[1] == self.moe.routing_method.experts_per_token
         return ids, scales

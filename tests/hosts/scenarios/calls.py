@@ -15,6 +15,7 @@ import trtllm_b12x
 from tests import layers
 from tests.checkpoints import random_experts
 from tests.clock import Clock, capturing, standing_in
+from tests.hosts.scenarios import model_config
 from trtllm_b12x.core import process
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.tools.verify import kernel_calls
@@ -87,11 +88,13 @@ def padded_and_empty_chunks() -> dict[str, Any]:
 def torch_compile() -> dict[str, Any]:
     """A layer under ``torch.compile``, where a graph break is an error."""
     tensors = random_experts(4, 128, 192)
-    module = layers.load(layers.create(4, 128, 192, layer_idx=0), tensors)
+    config = model_config()
+    module = layers.load(layers.create(4, 128, 192, layer_idx=0, config=config), tensors)
     x, logits = layers.inputs(module, 5, tensors)
     eager = module(x, logits)
     utils.set_torch_compiling(True)
-    result = torch.compile(lambda a, b: module(a, b) * 1, fullgraph=True, backend="eager")(x, logits)
+    with utils.model_extra_attrs(config.extra_attrs):
+        result = torch.compile(lambda a, b: module(a, b) * 1, fullgraph=True, backend="eager")(x, logits)
     return {"equal": bool(torch.equal(result, eager)), "kernel": module.backend.kernel is not None}
 
 

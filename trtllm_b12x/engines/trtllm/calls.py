@@ -109,9 +109,24 @@ class ContextCalls(_Calls):
         ctx = dataclasses.replace(like, x=x, x_sf=x_sf, output_dtype=call.x.dtype, comm_plan=plan, **routes)
         return super().run_moe(ctx, workspace=None)
 
+    def _supports_load_balancer(self) -> bool:
+        """Return False to get router logits alone. TensorRT-LLM asks before it routes a call (``moe_scheduler.py``)."""
+        return bool(super()._supports_load_balancer()) and not self._takes_logits()
+
     def run_moe(self, ctx: Any, *, workspace: dict[str, Any] | None = None) -> torch.Tensor:
-        """Run the experts on ``ctx.x (T, H)`` with ids and scales of ``ctx``, ``(T, k)`` each. Return ``(T, H)``."""
+        """Run the experts on ``ctx.x (T, H)`` with ids and scales of ``ctx``, ``(T, k)`` each, or with its logits ``(T, E)``.
+
+        Return ``(T, H)``. Calls that come without ids and that no kernel routes are routed here, as TensorRT-LLM does it.
+        """
         plan, fault = ctx.comm_plan, None
+        if plan is not None and ctx.token_selected_experts is None and ctx.router_logits is not None:
+            if not plan.enable_alltoall and ctx.do_finalize and not ctx.lora_params:
+                x, x_sf, swizzled = ctx.x, ctx.x_sf, plan.input_sf_swizzled
+                result = self._serve_logits(x, x_sf, swizzled, ctx.router_logits, ctx.output_dtype, plan.moe_output)
+                if result is not None:
+                    return result
+            ids, scales = self.routing_method.apply(ctx.router_logits)
+            ctx = dataclasses.replace(ctx, token_selected_experts=ids.int(), token_final_scales=scales)
         if plan is not None:  # without one the host raises an error
             result, fault = self._serve(
                 ctx, ctx.do_finalize, ctx.lora_params, plan.enable_alltoall, ctx.x, ctx.x_sf, plan.input_sf_swizzled,

@@ -40,7 +40,7 @@ LAYER, WEIGHTS, *_CALL = (
         "initial_local_expert_ids intermediate_size intermediate_size_per_partition is_gated_activation layer_load_balancer "
         "num_experts parallel_size quant_config rank routing_method slot_start tp_rank tp_size use_dp",
         "fc2_alpha fc2_input_scale fc31_alpha fc31_input_scale w2_weight w2_weight_scale w3_w1_weight w3_w1_weight_scale",
-        "comm_plan do_finalize lora_params output_dtype token_final_scales token_selected_experts x x_sf",
+        "comm_plan do_finalize lora_params output_dtype router_logits token_final_scales token_selected_experts x x_sf",
         "enable_alltoall input_sf_swizzled moe_output",
     )
 )

@@ -16,7 +16,7 @@ import torch
 
 from trtllm_b12x import formats, kernels
 from trtllm_b12x.core import log, settings
-from trtllm_b12x.decision import RejectReason, Resolution
+from trtllm_b12x.decision import Deployment, RejectReason, Resolution
 from trtllm_b12x.decision.announce import announce
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.layer import LayerDispatch
@@ -31,6 +31,7 @@ from .quantization import Method
 from .quantization_mxfp4 import MXFP4Sm12xFusedMoEMethod
 from .quantization_mxfp8 import MXFP8Sm12xFusedMoEMethod
 from .quantization_nvfp4 import NVFP4Sm12xFusedMoEMethod, W4A16NVFP4Sm12xFusedMoEMethod
+from .routing import RoutesItself
 
 METHODS: dict[str, type[Method]] = {
     method.format: method
@@ -48,7 +49,7 @@ CutlassFusedMoE: Any = _HOST.CutlassFusedMoE
 _Tensor, _address, _new = torch.Tensor, torch.Tensor.data_ptr, tuple.__new__
 
 
-class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
+class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
     """MoE layer for SM120/SM121. Small batches run on our kernels, all other calls on the parent class.
 
     Whether any kernel serves the layer is decided in ``create_weights``, when its final quantization is known. If none does, the
@@ -58,10 +59,11 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
 
     host_class = CutlassFusedMoE
     """Class that TensorRT-LLM would have built."""
-    _is_tuning = staticmethod(_HOST.is_tuning)
+    _is_tuning, _reads_ids = staticmethod(_HOST.is_tuning), staticmethod(_HOST.reads_ids)
+    _gets_logits = not _HOST.has_get_moe_cls
     verdict: Resolution
     """The latest, from ``create_weights`` on."""
-    _shape = LayerShape()
+    _shape, _deployment = LayerShape(), Deployment()
     dispatch = LayerDispatch()
     """Has kernels once weights are loaded, if any serve the layer."""
     _fault = ""
@@ -158,7 +160,7 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             geometry, device = self._geometry(), self.w2_weight.device
             weights = self._kernel_weights()
             self._addresses = self._addresses_now()
-            self.dispatch.scale_ratio = self.scale_ratio
+            self.dispatch.scale_ratio, self.dispatch.scoring = self.scale_ratio, self._scoring()
             if errors := self.dispatch.load(geometry, weights, device, self.slot_start, self.verdict.families):
                 self._judge(errors)  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
             layer = f"MoE layer {getattr(self, 'layer_idx', '?')}"
@@ -185,8 +187,9 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
         try:
             if lacking := [name for name in contract.LAYER if not hasattr(self, name)]:
                 raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
-            self._shape, deployment = describe.from_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
-            self.verdict = machine.resolve((self._shape, deployment), self.dispatch.kernels, plan_errors)
+            question = describe.from_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
+            self._shape, self._deployment = question
+            self.verdict = machine.resolve(question, self.dispatch.kernels, plan_errors)
         except Exception as error:  # the host's own class would not care
             self.verdict = Resolution.left_to_the_host(RejectReason.HOST, kernels.first_line(error))
         self._announce_and_record(ready=False)
@@ -301,11 +304,9 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
                 router_weights = self._ones[: x.shape[0]]
             if kernel is None or ids is None or router_weights is None:
                 return self._unserved(x, moe_output), None
-            if self._addresses_now() != self._addresses:  # parameters are read as they are now, also where no hook was called
-                self.dispatch.bind(self._kernel_weights(), self.slot_start)
-                self._addresses = self._addresses_now()
+            self._follow()
             # Ids are global. The rank returns the partial sum of its own experts, the host reduces.
-            fields = x, ids, router_weights, x_sf, swizzled, moe_output, None, None, None
+            fields = x, ids, router_weights, x_sf, swizzled, moe_output, None, None, None, None
             result = kernel.run(_new(kernels.MoECall, fields))  # half the time of MoECall(*fields)
             converts = moe_output is None and output_dtype is not None and output_dtype is not result.dtype
             return result.to(output_dtype) if converts else result, None
@@ -313,6 +314,12 @@ class FlashInferNvfp4Sm12xFusedMoE(Layer, CutlassFusedMoE):
             if self._alone:
                 raise
             return None, error
+
+    def _follow(self) -> None:
+        """Bind parameters that have moved: they are read as they are now, also where no hook was called."""
+        if self._addresses_now() != self._addresses:
+            self.dispatch.bind(self._kernel_weights(), self.slot_start)
+            self._addresses = self._addresses_now()
 
     def _unserved(self, x: Any, moe_output: torch.Tensor | None) -> torch.Tensor | None:
         """Return the output of a call without tokens if the host has no path; raise RuntimeError if there are tokens."""

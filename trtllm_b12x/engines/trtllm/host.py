@@ -6,6 +6,7 @@ generations are then detected by existing names, never by version.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -54,6 +55,8 @@ class Host:
     """Type of call inputs that are already quantized."""
     is_tuning: Callable[[], bool]
     """Return True while the autotuner of TensorRT-LLM runs."""
+    reads_ids: Callable[[], bool]
+    """Return True if TensorRT-LLM itself may read the ids of a call that it is about to make; see ``_reads_ids``."""
     has_get_moe_cls: bool
     """True for A and B: ``get_moe_cls`` names classes, tests compare them exactly, and calls pass keywords. From C1 on, tables
     resolve the class and ``run_moe`` takes a context."""
@@ -127,7 +130,7 @@ def _in_torch() -> Host:
     """Return the host for machines without TensorRT-LLM: generation A, implemented in torch."""
     from . import embedded as names
 
-    return _host("embedded", names.create_moe, names.CutlassFusedMoE, names.quantization, names, lambda: False)
+    return _host("embedded", names.create_moe, names.CutlassFusedMoE, names.quantization, names, lambda: False, lambda: True)
 
 
 def _tensorrt_llm() -> Host:
@@ -142,12 +145,30 @@ def _tensorrt_llm() -> Host:
     def is_tuning() -> bool:
         return bool(getattr(tuner.get(), "is_tuning_mode", False))
 
-    return _host(generation, create_moe, contract.cutlass(package), quantization, utils, is_tuning)
+    reads_ids = functools.partial(_reads_ids, utils, f"{package}.moe_scheduler")
+    return _host(generation, create_moe, contract.cutlass(package), quantization, utils, is_tuning, reads_ids)
+
+
+def _reads_ids(utils: ModuleType, scheduler: str) -> bool:
+    """Return True outside a forward of TensorRT-LLM's model engine, and while something else than experts reads the ids of calls.
+
+    That is route capture (``enable_return_routed_experts``), ``EXPERT_STATISTIC_ITER_RANGE``, or the calibrator of layer-wise
+    benchmarks. Outside a forward route capture checks that layers get ids (``route_capture.assert_capturable``).
+    """
+    if not getattr(utils, "get_model_extra_attrs", lambda: None)():
+        return True
+    names = vars(sys.modules[scheduler])
+    active = [names[name]() for name in ("get_active_route_capture",) if name in names]
+    active += [names[name].get() for name in ("RouteCapture", "ExpertStatistic") if name in names]
+    return any(found is not None for found in active) or (
+        "get_calibrator" in names and names["get_calibrator"]().mode.name != "NONE"
+    )
 
 
 def _host(
-    generation: str, create_moe: ModuleType, cutlass: Any, quantization: ModuleType, utils: Any, is_tuning: Callable[[], bool]
-) -> Host:
+    generation: str, create_moe: ModuleType, cutlass: Any, quantization: ModuleType, utils: Any, is_tuning: Callable[[], bool],
+    reads_ids: Callable[[], bool],
+) -> Host:  # fmt: skip
     named = hasattr(create_moe, "get_moe_cls")
     calls = KeywordCalls if named else ContextCalls
     end = EndsWithCachedState if hasattr(cutlass, "cache_derived_state") else EndsWithPostLoad
@@ -165,6 +186,7 @@ def _host(
         ActivationType=utils.ActivationType,
         Fp4QuantizedTensor=utils.Fp4QuantizedTensor,
         is_tuning=is_tuning,
+        reads_ids=reads_ids,
         has_get_moe_cls=named,
         Layer=metaclass("Layer", (calls, end), {}),
         Weights=weights.get(generation, CachedWeights),

@@ -50,6 +50,10 @@ class Scheduler:
         outputs = (self.forward_chunk(*self.filled(chunk, chunks[0]), **call) for chunk in chunks)
         return torch.cat([output[:size] for output, size in zip(outputs, sizes, strict=True)])
 
+    def separates(self):
+        """Whether a call is routed before its backend gets it."""
+        return self.backend._supports_load_balancer()
+
     def filled(self, chunk, first):
         """What is sent instead of a chunk in which this rank has no tokens."""
         return chunk
@@ -57,7 +61,7 @@ class Scheduler:
     def forward_chunk(self, x, router_logits, input_ids, counts, *, output_dtype, use_dp_padding, **call):
         moe, backend = self.moe, self.backend
         ids = scales = None
-        if backend._supports_load_balancer():
+        if self.separates():
             ids, scales = self.route(router_logits, input_ids)
             ids = ids.to(torch.int32)
             self.check(scales)
@@ -78,7 +82,8 @@ class Scheduler:
         if not post_quant:
             x, x_sf = backend.quantize_input(x, post_quant_comm=False)
         arguments = {"x": x, "x_sf": x_sf, "token_selected_experts": ids, "token_final_scales": scales}
-        result = self.run(arguments, counts, swizzled=not post_quant, output_dtype=output_dtype, **call)
+        call |= {"router_logits": router_logits, "swizzled": not post_quant, "output_dtype": output_dtype}
+        result = self.run(arguments, counts, **call)
         if moe.comm is not None:
             return moe.comm.combine(result, all_rank_max_num_tokens=max(counts))
         return moe.all_reduce(result) if moe.parallel_size > 1 and moe.reduce_results else result
@@ -93,7 +98,7 @@ class KeywordScheduler(Scheduler):
     def check(self, scales):
         assert scales.dtype == torch.float32
 
-    def run(self, arguments, counts, **call):
+    def run(self, arguments, counts, router_logits, **call):
         return self.backend.run_moe(**arguments, **self.backend_kwargs(counts, **call))
 
     def backend_kwargs(self, counts, *, swizzled, output_dtype, **call):

@@ -6,13 +6,11 @@ from typing import Any
 from tensorrt_llm.mapping import Mapping
 from trtllm_b12x.engines.trtllm.embedded import config
 
-from .utils import get_model_extra_attrs
-
 
 @dataclass
 class ModelConfig(config.ModelConfig):
     mapping: Any = field(default_factory=Mapping)
-    extra_attrs: dict[str, Any] = field(default_factory=get_model_extra_attrs)
+    extra_attrs: dict[str, Any] = field(default_factory=dict)
     force_dynamic_quantization: bool = False
 
     def __setattr__(self, name, value):
