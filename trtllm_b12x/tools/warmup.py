@@ -49,6 +49,7 @@ def warmup(
 
     For each geometry of a CHECKPOINT in a known format, or for one that is given by its sizes; for all families that can serve it
     with what is installed here. It is meant for the build of an image: no GPU is needed, and the server then needs no compiler.
+    Of kernels that take router logits it compiles those of softmax over the chosen experts, as Qwen3 and gpt-oss have it.
 
     Exit status: 0 all is in the caches, 1 a kernel could not be compiled, 2 there is nothing to compile, or nothing to compile
     with, 130 interrupted. What was compiled before an interrupt is kept.
@@ -120,7 +121,9 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
     import torch
 
     from trtllm_b12x.dispatch import crossover
+    from trtllm_b12x.formats.geometry import Scoring
     from trtllm_b12x.kernels.catalog import KERNELS
+    from trtllm_b12x.kernels.cuda.variant import MOST_SCORED
     from trtllm_b12x.kernels.warmup import CompileTask
 
     facts, tasks, refused = options.probe_machine(name), [], []
@@ -136,6 +139,8 @@ def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tu
             kernel, _ = KERNELS[row.name, row.format]
             if capacity := crossover.max_tokens(kernel.features, geometry, torch.device("cuda")):
                 tasks.append(CompileTask(kernel, geometry, capacity))
+                if kernel.takes_logits and geometry.num_experts * geometry.ranks <= MOST_SCORED:
+                    tasks.append(CompileTask(kernel, dataclasses.replace(geometry, scoring=Scoring()), capacity))
     return list(dict.fromkeys(tasks)), list(dict.fromkeys(refused))
 
 
