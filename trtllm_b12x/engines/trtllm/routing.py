@@ -57,7 +57,8 @@ class RoutesItself:
     def _scoring(self: Any) -> Scoring | None:
         """Return how calls are routed, if they may come with router logits alone; None if TensorRT-LLM always routes them."""
         deployment, scoring = self._deployment, None
-        if not self._gets_logits or self.apply_router_weight_on_input or self._alltoall:
+        uneven = self.expert_size_per_partition * self.ep_size != self.num_experts
+        if not self._gets_logits or self.apply_router_weight_on_input or self._alltoall or uneven:
             return None
         if deployment.attention_dp or deployment.lora or deployment.load_balancer not in (None, "none"):
             return None

@@ -27,8 +27,8 @@ DEVICE u32 ordered(float value) {
   return max(bits >> 31 ? ~bits : bits | 0x80000000u, 1u);
 }
 
-// Returns the global number of the expert of route `lane`; ~0 behind the first `most` routes whose experts are local, and
-// in a row of padding.
+// Returns the global number of the expert of route `lane`; ~0 behind the first `most` routes whose experts are local,
+// and in a row of padding.
 DEVICE u32 choose(const Block& b, int token, int most = TOP_K) {
   u32 keys[LANE_EXPERTS];  // 0: chosen, or no expert
   EACH (i, LANE_EXPERTS) {
