@@ -149,6 +149,25 @@ def test_routes_are_those_of_ids() -> None:
         assert distance(planned(geometry).run(call), kernel.run(MoECall(call.x, ids, weights)).float()) < 1e-3
 
 
+@pytest.mark.parametrize("name", ["softmax", "sigmoid, a bias, a factor"])
+def test_rows_of_padding(name: str) -> None:
+    """They have no routes: zeros come out, whatever their logits, and the others have the bits that they have without a mask."""
+    geometry = LAYERS[name]
+    for tokens in TOKENS:
+        call = draw(geometry, tokens)
+        first = planned(geometry).run(call)
+        for rows in ([0], list(range(1, tokens, 2)), list(range(tokens))):
+            mask = torch.zeros(tokens, dtype=torch.bool)
+            mask[rows] = True
+            found = planned(geometry).run(call._replace(padding=mask))
+            assert not found[mask].any(), (tokens, rows)
+            assert torch.equal(found[~mask], first[~mask]), (tokens, rows)
+    with pytest.raises(ValueError, match=r"padding is torch\.uint8, expected bool"):
+        planned(geometry).run(call._replace(padding=mask.byte()))
+    with pytest.raises(ValueError, match=r"padding has shape \(2,\)"):
+        planned(geometry).run(call._replace(padding=mask[:2]))
+
+
 @pytest.mark.parametrize("value", [0.0, -torch.inf, 100.0, -100.0], ids=str)
 def test_rows_of_equal_logits(value: float) -> None:
     """The first experts are chosen, with equal weights; minus infinity everywhere has no weights."""
