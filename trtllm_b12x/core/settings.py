@@ -101,7 +101,7 @@ HOPPER = Switch(
     _on_off,
     "0",
     ("0", "1"),
-    "1 lets Hopper (SM90) count as SM120 in vLLM, to measure what this package does there; it is not meant to serve",
+    "1 lets Hopper (SM90) count as SM120 in vLLM and SGLang, to measure what this package does there; it is not meant to serve",
 )
 KERNELS = Switch(f"{_PREFIX}_KERNELS", _families, ",".join(FAMILIES), FAMILIES, "kernel families to consider, in this order")
 W4A4_PREFILL = Switch(
@@ -113,10 +113,19 @@ W4A4_PREFILL = Switch(
     "input scales in the checkpoint",
 )
 LOG = Switch(
-    f"{_PREFIX}_LOG", _level, "INFO", LEVELS, "level of the logger trtllm_b12x; in vLLM of vllm.trtllm_b12x, by default vLLM's"
+    f"{_PREFIX}_LOG",
+    _level,
+    "INFO",
+    LEVELS,
+    "level of the logger trtllm_b12x; in vLLM and SGLang it is a child of theirs, by default of their level",
 )
 
 SWITCHES = (ENABLED, CROSSOVER, FREEZE, HOPPER, KERNELS, W4A4_PREFILL, LOG)
+
+
+def counted(sm: int | None) -> int | None:
+    """Return the card that the rules of vLLM and SGLang see: SM120 for SM90 if ``TRTLLM_B12X_HOPPER`` says so."""
+    return 120 if sm == 90 and HOPPER() else sm
 
 
 def complaints() -> list[str]:

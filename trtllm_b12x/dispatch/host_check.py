@@ -24,9 +24,10 @@ from trtllm_b12x.kernels.self_test import judge_host_path, load_judge
 
 REPORTS = {
     "TensorRT-LLM": "https://github.com/NVIDIA/TensorRT-LLM/issues/14154",
+    "SGLang": "https://github.com/flashinfer-ai/flashinfer/issues/2723",
     "vLLM": "https://github.com/vllm-project/vllm/issues/48898",
 }
-"""Report of wrong NVFP4 products on these cards, by engine. Both are of dense layers."""
+"""Report of wrong NVFP4 products on these cards, by engine. SGLang's is of FlashInfer's experts, others are of dense layers."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from tests.clock import Clock, standing_in
 from tests.integration.vllm import layers, whole
 from trtllm_b12x.core import log, process, settings
 from trtllm_b12x.dispatch.policy import HOST
+from trtllm_b12x.engines import serving
 from trtllm_b12x.engines.vllm import facts, machine, plugin, problem
 from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import MoECall
@@ -331,7 +332,7 @@ def test_what_ours_do_not_serve_stays_vllms(form: str, case: str, caplog: pytest
 def test_the_toolchain_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads Triton's cache folder, which may be large."""
     lacking = mock.Mock(return_value=())
-    monkeypatch.setattr(machine.toolchain, "lacking", lacking)
+    monkeypatch.setattr(serving.toolchain, "lacking", lacking)
     monkeypatch.setattr(machine, "candidate_kernels", lambda slot, device: {})
     for _ in range(3):
         machine.resolve(facts.SLOTS[0], layers.config_of(*SIZES, device="cuda:0"))
@@ -799,8 +800,8 @@ def test_vllms_experts_are_measured_and_judged_again_once_flashinfer_is_tuned(
 ITSELF = (
     "engines.vllm.plugin._wrapped",
     "engines.vllm.plugin._recording",
-    "engines.vllm.plugin._vllm_keeps",
-    "engines.vllm.experts.Sm12xExperts._measure",
+    "engines.rebinding.keeps",
+    "engines.serving.measur",
     "dispatch.layer.LayerDispatch.measuring",
     "core.process",
 )

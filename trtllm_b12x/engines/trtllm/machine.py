@@ -12,8 +12,8 @@ from trtllm_b12x import decision, environment, formats
 from trtllm_b12x.core import settings
 from trtllm_b12x.decision import Environment, KernelFeatures, RejectReason, Resolution, families
 from trtllm_b12x.kernels import Kernel
-from trtllm_b12x.kernels.catalog import KERNELS
 
+from .. import serving
 from . import host
 from .describe import Question
 
@@ -25,14 +25,9 @@ def candidate_kernels(device: str | None = None, quant_algo: str | None = None) 
     on the CPU (Triton in its interpreter) are used themselves.
     """
     on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
-    kernels: dict[str, type[Kernel]] = {}
-    for row in families.rows(settings.KERNELS(), quant_algo):
-        kernel, in_torch = KERNELS[row.name, row.format]
-        runs = _card_suits(kernel.features) if on_gpu else kernel.runs_on(torch.device("cpu"))
-        chosen = kernel if runs and kernel.available() else in_torch
-        if chosen is not None:
-            kernels[row.name] = chosen
-    return kernels
+    cpu = torch.device("cpu")
+    rows = families.rows(settings.KERNELS(), quant_algo)
+    return serving.classes(rows, lambda kernel: _card_suits(kernel.features) if on_gpu else kernel.runs_on(cpu))
 
 
 def resolve(

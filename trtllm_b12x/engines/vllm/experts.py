@@ -16,17 +16,16 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from trtllm_b12x.core import log
 from trtllm_b12x.decision.verdicts import SERVED_SM
-from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.host_check import HostPath
 from trtllm_b12x.dispatch.layer import LayerDispatch
-from trtllm_b12x.dispatch.timing import TimedPath
-from trtllm_b12x.environment.flashinfer import autotuner
+from trtllm_b12x.dispatch.timing import RouteSampler
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.geometry import Scoring
-from trtllm_b12x.formats.mxfp4 import LARGEST_SCALE, LARGEST_SCALE_OF_GEMM
+from trtllm_b12x.formats.mxfp4 import LARGEST_SCALE_OF_GEMM
 from trtllm_b12x.kernels import MoECall, first_line
 from trtllm_b12x.kernels.call import of_logits
 
+from .. import serving
 from . import facts, machine, problem, weights
 from .facts import Slot
 
@@ -178,7 +177,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
         own, served = self._own, False
         try:
-            served = not self.fault and not _is_tuning() and self.call(call, *tensors, theirs)
+            served = not self.fault and not serving.is_tuning() and self.call(call, *tensors, theirs)
         except Exception as error:
             self.fault = first_line(error)
             log.once(f"vLLM's own {self.slot.backend} serves {self.geometry} after an error of ours: {self.fault}")
@@ -197,8 +196,9 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         """
         if self._tensors(w1, w2).addresses() != self._addresses:
             self.load(w1, w2, expert_map)
-        if self.dispatch.should_measure():
-            self._measure(call.x, theirs)
+        if self.dispatch.should_measure() and serving.measurable(call.x.device):
+            own_path = None if theirs is None else self._host_path(theirs)
+            serving.measure(self.dispatch, call.x.device, own_path, self.sample_routes, f"vLLM {facts.version()}")
         tokens, routes = call.x.shape[0], call.ids.numel()
         kernel = self.dispatch.schedule.at(tokens)
         if kernel is None:
@@ -224,14 +224,14 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         expert_map: torch.Tensor | None, padding: torch.Tensor | None,
     ) -> torch.Tensor | None:  # fmt: skip
         """Return the output of a kernel that routes by itself; None if vLLM has to route the call."""
-        if self.fault or (self.scoring is not None and self.scoring.bias) != (bias is not None) or _is_tuning():
+        if self.fault or (self.scoring is not None and self.scoring.bias) != (bias is not None) or serving.is_tuning():
             return None
         if self._tensors(w1, w2).addresses() != self._addresses:
             try:
                 self.load(w1, w2, expert_map)
             except Exception:
                 return None  # a routed call raises it again
-        if self.dispatch.should_measure() and timing.possible(x.device) and not torch.cuda.is_current_stream_capturing():
+        if self.dispatch.should_measure() and serving.measurable(x.device):
             return None
         return None if self._local is not None else self.dispatch.run_logits(of_logits(x, logits, bias, padding=padding))
 
@@ -253,12 +253,11 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             self.dispatch.bind(views, self._first_expert)
         else:
             self._place(expert_map)
-            eligible = set(machine.resolve(self.slot, self.moe_config).families)
-            if (largest := views.largest_scale) > LARGEST_SCALE:
-                eligible -= {"cuda", "triton"} if largest <= LARGEST_SCALE_OF_GEMM else {"cuda", "triton", "gemm"}
+            largest = views.largest_scale
+            eligible = serving.reached_by(largest, machine.resolve(self.slot, self.moe_config).families)
             if self._scalars is not None and self._scalars.inputs.fc31_input_scale.numel() > 1:
                 eligible.discard("grouped")  # quantizes a token once for all experts
-            with machine.float32_default():
+            with serving.float32_default():
                 errors = self.dispatch.load(self.geometry, views, w1.device, self._first_expert, eligible)
             schedule = self.dispatch.schedule
             if not (schedule.kernels if self.slot.pair else schedule.base):
@@ -282,20 +281,6 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             table = functools.partial(torch.tensor, ids, dtype=torch.int32, device=device)
             self._local = constants.kept(("local ids", ids, device), table, device)
 
-    def _measure(self, x: torch.Tensor, theirs: Callable[..., None] | None) -> None:
-        """Measure the crossover once per geometry, at the first eager call, and again once FlashInfer is tuned.
-
-        vLLM tunes it after the profile run, and makes eager calls before it captures. An error costs the measurement.
-        """
-        if timing.possible(x.device) and not torch.cuda.is_current_stream_capturing():
-            with self.dispatch.measuring():
-                for family, reason in self.dispatch.plan_waiting().items():
-                    log.once(f"{family} does not serve {self.geometry}: {reason}")
-                if theirs is not None:
-                    self.dispatch.judge_host(self._host_path(theirs))
-                paths = functools.partial(self._paths, theirs)
-                self.dispatch.measure(x.device, paths, self.sample_routes, f"vLLM {facts.version()}")
-
     def _host_path(self, theirs: Callable[..., None]) -> HostPath:
         # The ids of this rank's experts are local ones if these are not neighbors. vLLM takes global ones: -1 comes last.
         places = None if self._local is None else (self._local[1:-1] & torch.iinfo(torch.int32).max).argsort()
@@ -307,22 +292,9 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
         return HostPath(run, "vLLM", facts.version(), f"experts in {self.slot.backend}")
 
-    def _paths(self, theirs: Callable[..., None] | None) -> dict[str, TimedPath]:
-        host = None if theirs is None else TimedPath([self._host_path(theirs).run])
-        return crossover.paths_of([self.dispatch.schedule], host)
-
-    def sample_routes(self, tokens: int, seed: int, skewed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = timing.router_logits(self.geometry, tokens, seed, skewed).to(machine.device_of(self.moe_config))
-        values, ids = logits.topk(self.geometry.top_k, dim=1)
-        return ids.to(torch.int32), values.softmax(1)
-
-
-def _is_tuning() -> bool:
-    """Return whether FlashInfer's autotuner is at work: it must see vLLM's own experts at every count."""
-    tuning, loaded = autotuner()
-    if tuning or loaded:
-        crossover.tuning()
-    return tuning
+    @property
+    def sample_routes(self) -> RouteSampler:
+        return functools.partial(serving.sample_routes, self.geometry, machine.device_of(self.moe_config))
 
 
 def named_keys(names: tuple[str, str | None]) -> tuple[Any, Any]:

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtllm_b12x.core import settings
 from trtllm_b12x.decision import KernelFeatures
 from trtllm_b12x.environment import packages
 from trtllm_b12x.formats import GATE_UP, ROWS, TILES, UP_GATE, WeightLayout
+
+from .. import rebinding
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 FAMILIES = ("cuda", "triton", "gemm", "grouped")
@@ -147,10 +148,6 @@ _OF_LOGITS, _ROUTER = (
 """Parameters of ``FusedMoEExpertsMonolithic.apply``, and those of ``create_fused_moe_router`` that are given by name."""
 
 
-class UnknownVLLMError(RuntimeError):
-    """The installed vLLM differs from what this package relies on. The message says where."""
-
-
 def for_every_call(features: KernelFeatures) -> KernelFeatures:
     """Return the capabilities in a slot that is no pair: families for many tokens serve every count there."""
     return replace(features, every_count=True, measured_from=0) if features.measured_from else features
@@ -161,19 +158,9 @@ def version() -> str:
     return packages.versions(["vllm"]).get("vllm", "")
 
 
-def counted(sm: int | None) -> int | None:
-    """Return the card that the rules see: SM120 for SM90 if ``TRTLLM_B12X_HOPPER`` says so."""
-    return 120 if sm == 90 and settings.HOPPER() else sm
-
-
 def check() -> None:
-    """Compare the installed vLLM with the facts above. Raise UnknownVLLMError if it differs."""
-    try:
-        found = next(_differences(), "")
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    if found:
-        raise UnknownVLLMError(f"this version of trtllm-b12x has no adapter for vLLM {version()}: {found}")
+    """Compare the installed vLLM with the facts above. Raise UnknownEngineError if it differs."""
+    rebinding.check("vLLM", version(), _differences())
 
 
 def _differences() -> Iterator[str]:

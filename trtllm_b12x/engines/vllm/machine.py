@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from trtllm_b12x import decision, formats
-from trtllm_b12x.core import log, process, settings
-from trtllm_b12x.decision import Environment, Resolution, families
-from trtllm_b12x.environment import triton as toolchain
+from trtllm_b12x.core import process
+from trtllm_b12x.decision import Resolution
 from trtllm_b12x.kernels import Geometry, Kernel, first_line
 from trtllm_b12x.kernels.catalog import KERNELS
 
+from .. import serving
 from . import facts, marlin, problem, weights
 from .facts import FAMILIES, SLOTS, Slot
 
@@ -38,7 +38,6 @@ _rehearsed: dict[tuple[type[Any], Geometry, torch.device], Rehearsal] = {}
 def _forget() -> None:
     _rehearsed.clear()
     _for_every_call.cache_clear()
-    _toolchain.cache_clear()
 
 
 def sm() -> int:
@@ -46,10 +45,7 @@ def sm() -> int:
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    found = 0 if capability is None else 10 * capability.major + capability.minor
-    if (number := facts.counted(found) or 0) != found:
-        log.once(f"{settings.HOPPER.name}=1: experts run on SM{found} as on SM{number}, to be measured and not to serve")
-    return number
+    return serving.served_sm(0 if capability is None else 10 * capability.major + capability.minor)
 
 
 def device_of(config: Any) -> torch.device:
@@ -62,17 +58,11 @@ def candidate_kernels(slot: Slot, device: torch.device) -> dict[str, type[Kernel
 
     Where vLLM has no experts for the slot's tensors, ``gemm`` and ``grouped`` serve every count.
     """
-    found: dict[str, type[Kernel]] = {}
-    for row in families.rows((name for name in settings.KERNELS() if name in FAMILIES), slot.format):
-        if row.format != slot.format:
-            continue
-        kernel, in_torch = KERNELS[row.name, row.format]
-        if not kernel.available() or not kernel.runs_on(device):
-            if device.type != "cpu" or in_torch is None:
-                continue
-            kernel = in_torch
-        found[row.name] = kernel if slot.pair else _for_every_call(kernel, KERNELS[row.name, row.format][0].adds_bias)
-    return found
+    found = serving.classes_on(device, slot.format, FAMILIES)
+    if slot.pair:
+        return found
+    adds_bias = {name: KERNELS[name, slot.format][0].adds_bias for name in found}
+    return {name: _for_every_call(kernel, adds_bias[name]) for name, kernel in found.items()}
 
 
 @functools.cache
@@ -87,20 +77,10 @@ def _for_every_call(kernel: type[Kernel], adds_bias: bool) -> type[Kernel]:
     return type(kernel.__name__, (kernel,), {"features": features})
 
 
-@functools.cache
-def _toolchain(number: int) -> dict[str, Any]:
-    """Look once a process, not for each layer: a large cache folder of Triton takes 0.1 s."""
-    return {"triton_lacks": toolchain.lacking(number), "upcast": toolchain.upcast(number)}
-
-
 def resolve(slot: Slot, config: Any) -> Resolution:
-    device, number = device_of(config), sm()
-    environment = Environment(enabled=settings.ENABLED(), sm=number)
-    if device.type == "cuda":
-        environment = replace(environment, **_toolchain(number))
-    features = {name: kernel.features for name, kernel in candidate_kernels(slot, device).items()}
+    device = device_of(config)
     of = problem.shape_of(config, slot), problem.deployment_of(config)
-    return decision.resolve(*of, environment, features, hosts_path=slot.pair)
+    return serving.resolve(*of, candidate_kernels(slot, device), device, sm(), slot.pair)
 
 
 def rehearsed(experts_class: Any, config: Any) -> Rehearsal:
@@ -125,17 +105,6 @@ def agreed(slot: Slot | None, config: Any) -> bool:
     return slot is not None and bounds.tolist() == [number, -number]
 
 
-@contextmanager
-def float32_default() -> Iterator[None]:
-    """Undo vLLM's default dtype, which a model is built under."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def rehearse(experts_class: Any, config: Any) -> str:
     """Load and call an experts object on random weights of the layer's sizes, once per geometry. Every kernel is tested.
 
@@ -147,7 +116,7 @@ def rehearse(experts_class: Any, config: Any) -> str:
     if key not in _rehearsed:
         started = time.monotonic()
         try:
-            with float32_default(), torch.inference_mode(False), torch.no_grad():
+            with serving.float32_default(), torch.inference_mode(False), torch.no_grad():
                 found = _rehearse(experts_class, config, key[1], device)
             _rehearsed[key] = found._replace(seconds=time.monotonic() - started)
         except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -13,38 +12,29 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from trtllm_b12x.core import log, settings
-from trtllm_b12x.core.errors import first_line
 
+from .. import rebinding
 from . import facts
 
 if TYPE_CHECKING:
     from trtllm_b12x.formats.geometry import Scoring
 
 _ITS_OWN = "its own experts after an error of ours"
+_keeps = functools.partial(rebinding.keeps, "vLLM")
 _rebound: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """Names that are rebound in this process, with vLLM's function and ours."""
 
 
-@contextlib.contextmanager
-def _vllm_keeps(what: str, level: int = logging.WARNING) -> Iterator[None]:
-    """After an error in the block vLLM goes on as without us, and one line says so."""
-    try:
-        yield
-    except Exception as error:
-        with contextlib.suppress(Exception):
-            log.once(f"vLLM keeps {what}: {first_line(error)}", level)
-
-
 def register() -> None:
     """Start in a process of vLLM, which calls this entry point of ``vllm.general_plugins`` before it builds a model."""
-    with _vllm_keeps("all its experts", logging.INFO):
+    with _keeps("all its experts", logging.INFO):
         log.configure("vllm.trtllm_b12x")
         if settings.ENABLED():
             install()
 
 
 def install() -> None:
-    """Rebind ``facts.REBOUND`` in this process. Idempotent. If vLLM differs, raise UnknownVLLMError and rebind nothing."""
+    """Rebind ``facts.REBOUND`` in this process. Idempotent. If vLLM differs, raise UnknownEngineError and rebind nothing."""
     if _rebound:
         return
     facts.check()
@@ -77,7 +67,7 @@ def _wrapped(original: Callable[..., Any], unnamed: tuple[str, str | None]) -> C
     @functools.wraps(original)
     def select(*args: Any, **kwargs: Any) -> Any:
         theirs = original(*args, **kwargs)
-        with _vllm_keeps(_ITS_OWN):
+        with _keeps(_ITS_OWN):
             return choose(theirs, signature.bind(*args, **kwargs).arguments, unnamed)
         return theirs
 
@@ -89,7 +79,7 @@ def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def convert(*args: Any, **kwargs: Any) -> Any:
-        with _vllm_keeps("one scale for gate and up after an error of ours"):
+        with _keeps("one scale for gate and up after an error of ours"):
             from . import weights
 
             weights.record_halves(signature.bind(*args, **kwargs).arguments["layer"])
@@ -107,7 +97,7 @@ def choose(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]) -
     from . import machine
 
     ours, config = None, call["config"]
-    with _vllm_keeps(_ITS_OWN):
+    with _keeps(_ITS_OWN):
         ours = _eligible(theirs, call, unnamed)
     if machine.agreed(None if ours is None else ours.slot, config):
         return _taken(theirs, ours, config)
@@ -131,7 +121,7 @@ def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]
     slot = next((slot for slot in fitting if problem.convertible(config, slot)), (fitting or slots)[0])
     method = next((type(names["self"]) for names in _callers() if "self" in names), None)
     scoring = None
-    with _vllm_keeps("its router after an error of ours"):
+    with _keeps("its router after an error of ours"):
         scoring = _scoring(method, config)
     ours: Any = experts.experts_class(slot, their_class, scoring)
     modular = experts.mk.FusedMoEActivationFormat
