@@ -2,6 +2,7 @@
 # `make test` takes five minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
 # kernels that FlashInfer's compiler makes, ranks, Ray, environments of real wheels, the kernels as other Tritons compile them.
 # `make vllm` makes an environment for each wheel of vLLM that requirements/ names, and tests the door into it: two minutes after the installs.
+# `make sglang` does the same for the wheels of SGLang.
 # `make results` writes the figures on pages from the files that runs wrote, and the table of models from the code.
 # `make environments` makes the table tests/integration/environments.json anew: an hour.
 # `make device` runs FlashInfer's SM120 kernels, translated, on a Hopper GPU and keeps the numbers in docs/sm12x-on-hopper.json.
@@ -20,9 +21,9 @@ export PIP_COMPILE := 0
 
 # A worker runs whole files, whose fixtures are made once, on one thread of torch's: two workers with a thread per core each take
 # four times as long.
-test test-all vllm vllm-0.33 vllm-0.28: export OMP_NUM_THREADS := 1
+test test-all vllm vllm-0.33 vllm-0.28 sglang sglang-0.5.23 sglang-0.5.20: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all vllm vllm-0.33 vllm-0.28 environments device device-own results lint bench clean
+.PHONY: demo test test-all vllm vllm-0.33 vllm-0.28 sglang sglang-0.5.23 sglang-0.5.20 environments device device-own results lint bench clean
 
 demo: $(VENV)/.demo
 	@echo "Exporting a small Qwen3-MoE to $(DEMO): 20 seconds"
@@ -42,6 +43,14 @@ vllm-0.33: .venv-vllm-0.33/.test
 
 vllm-0.28: .venv-vllm-0.28/.test
 	.venv-vllm-0.28/bin/python -m pytest tests/integration/vllm -k "not interpreter"
+
+sglang: sglang-0.5.23 sglang-0.5.20
+
+sglang-0.5.23: .venv-sglang-0.5.23/.test
+	.venv-sglang-0.5.23/bin/python -m pytest tests/integration/sglang
+
+sglang-0.5.20: .venv-sglang-0.5.20/.test
+	.venv-sglang-0.5.20/bin/python -m pytest tests/integration/sglang
 
 environments: $(VENV)/.test
 	$(BIN)/python -m tests.integration.environments --again
@@ -89,18 +98,18 @@ $(VENV)/.test: $(VENV)/.demo requirements/test.txt
 	$(BIN)/python -m pip install -r requirements/test.txt
 	touch $@
 
-# Packages that both wheels of vLLM need are installed once. The environment of a wheel finds them after its own.
+# Packages that the wheels of vLLM and SGLang need are installed once. The environment of a wheel finds them after its own.
 .venv-vllm/.test: requirements/vllm.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
 	touch $@
 
-.venv-vllm-%/.test: .venv-vllm/.test requirements/vllm-%.txt pyproject.toml
+.venv-%/.test: .venv-vllm/.test requirements/%.txt pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/python*/site-packages)/shared.pth
-	$(@D)/bin/python -m pip install --quiet --no-deps -r requirements/vllm-$*.txt
+	$(@D)/bin/python -m pip install --quiet --no-deps -r requirements/$*.txt
 	$(@D)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm* $(DEMO) .kernels .device .environments
+	rm -rf $(VENV) .venv-vllm* .venv-sglang* $(DEMO) .kernels .device .environments

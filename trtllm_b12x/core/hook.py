@@ -43,21 +43,21 @@ class _Loader:
 
 
 class Finder:
-    """Import finder for the ``WATCHED`` names. It asks the finders behind it and wraps the loader they return.
+    """Import finder for the watched names. It asks the finders behind it and wraps the loader they return.
 
     It stays on ``sys.meta_path`` because a reload searches the finders again and would otherwise restore the unpatched
     functions. Any other import costs one look-up in a frozenset.
     """
 
-    def __init__(self, callback: "Callable[[ModuleType], None]") -> None:
-        self._callback = callback
+    def __init__(self, callback: "Callable[[ModuleType], None]", watched: "frozenset[str]" = WATCHED) -> None:
+        self._callback, self.watched = callback, watched
         self._asking: set[tuple[int, str]] = set()
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
         asking = (get_ident(), name)
-        if name not in WATCHED or asking in self._asking:
+        if name not in self.watched or asking in self._asking:
             return None
         self._asking.add(asking)
         try:
@@ -85,15 +85,15 @@ def hand_over(module: "ModuleType", callback: "Callable[[ModuleType], None]") ->
         say(f"[trtllm_b12x] [WARNING] {module.__name__} is left alone: {failure} (run trtllm-b12x doctor)")
 
 
-def start(callback: "Callable[[ModuleType], None]") -> None:
+def start(callback: "Callable[[ModuleType], None]", watched: "frozenset[str]" = WATCHED) -> None:
     """Watch imports in this process. Idempotent. Modules that are already imported are not passed to the callback."""
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder(callback))
+    if not any(isinstance(finder, Finder) and finder.watched == watched for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder(callback, watched))
 
 
 def watching() -> bool:
     """Return whether a hook is active here: from ``start``, or from the ``.pth`` file, which waits for ``tensorrt_llm``."""
-    return any(isinstance(finder, Finder) or _waits(finder) for finder in sys.meta_path)
+    return any((isinstance(finder, Finder) and finder.watched == WATCHED) or _waits(finder) for finder in sys.meta_path)
 
 
 def stop() -> None:

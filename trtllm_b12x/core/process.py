@@ -16,6 +16,7 @@ PERMANENT = {
     "engines.trtllm.contract": "facts.json",
     "engines.trtllm.host": "the TensorRT-LLM of this process, whose classes ours inherit",
     "engines.trtllm.patches": "rebound names of TensorRT-LLM: uninstall() restores them",
+    "engines.sglang.plugin": "rebound names of SGLang: uninstall() restores them",
     "engines.vllm.experts": "classes that vLLM holds",
     "engines.vllm.facts": "the contract of the vLLM of this process",
     "engines.vllm.monolithic": "classes that vLLM holds",
