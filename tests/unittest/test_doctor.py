@@ -275,6 +275,22 @@ def test_where_vllm_is_the_only_engine(monkeypatch: pytest.MonkeyPatch, every_fa
         assert "vLLM 0.33.0, loads only VLLM_PLUGINS=: add trtllm_b12x to it, or unset it" in lines
 
 
+def test_where_sglang_is_the_only_engine(monkeypatch: pytest.MonkeyPatch, every_family: None) -> None:
+    monkeypatch.setattr("trtllm_b12x.engines.sglang.facts.version", lambda: "0.5.23")
+    monkeypatch.setattr("trtllm_b12x.engines.sglang.facts.check", lambda: None)
+    *lines, last = run(monkeypatch, STOCK, status=0).stdout.splitlines()
+    assert "SGLang        0.5.23, recognized" in lines
+    assert "NVFP4 Swiglu runs on cuda, else triton" in lines
+    assert not any(line.startswith("MXFP8") for line in lines)
+    assert "MXFP8 experts stay SGLang's, which shuffles their rows for SM100" in " ".join(map(str.strip, lines))
+    assert last == "cuda WILL serve decode here"
+    for listed in ("", "another, trtllm_b12x"):
+        monkeypatch.setenv("SGLANG_PLUGINS", listed)
+        run(monkeypatch, STOCK, status=0)
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    assert run(monkeypatch, STOCK, status=1).stdout.splitlines()[-1].endswith("SGLang's own kernels run")
+
+
 def test_where_libcuda_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For the card that is here, and for no other. WSL2 has it in a folder of its own."""
     monkeypatch.delenv("TRITON_LIBCUDA_PATH", raising=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import itertools
 import os
 import subprocess
 import sys
@@ -42,6 +43,11 @@ LIGHT = (
     "dispatch/schedule",
     "engines/trtllm/promote",
     "engines/trtllm/status",
+    "engines/rebinding",
+    "engines/report",
+    "engines/sglang/facts",
+    "engines/sglang/plugin",
+    "engines/sglang/report",
     "engines/vllm/facts",
     "engines/vllm/plugin",
     "engines/vllm/report",
@@ -119,11 +125,12 @@ def test_neighbors_have_one_door_each() -> None:
         found = {module.partition(".")[0] for module in imports(name)}
         assert "tensorrt_llm" not in found or within(name, "engines/trtllm"), name
         outside = not within(name, "kernels") and not within(name, "environment")
-        assert "vllm" not in found or within(name, "engines/vllm"), name
+        for engine in ("vllm", "sglang"):
+            assert engine not in found or within(name, f"engines/{engine}"), name
         assert not (found & {"flashinfer", "cutlass", "triton"} and outside), name
 
 
-@pytest.mark.parametrize(("mine", "other"), [("trtllm", "vllm"), ("vllm", "trtllm")])
+@pytest.mark.parametrize(("mine", "other"), [*itertools.permutations(("trtllm", "vllm", "sglang"), 2)])
 def test_engines_know_nothing_of_each_other(mine: str, other: str) -> None:
     found = {module for name in FILES if within(name, f"engines/{mine}") for module in imports(name, types=True)}
     assert not {module for module in found if module.startswith(f"trtllm_b12x.engines.{other}")}

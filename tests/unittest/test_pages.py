@@ -57,9 +57,9 @@ def test_the_rules_see_what_is_wrong() -> None:
     assert anchors("## Does it serve my `model`?\n```\n# no\n```") == {"does-it-serve-my-model"}
 
 
-PLACEHOLDERS = re.compile(r"\b(?:BACKEND|FORMAT|SIZES|REASON|NAME)\b")
+PLACEHOLDERS = re.compile(r"\b(?:BACKEND|FORMAT|SIZES|REASON|NAME|RUNNER|NUMBER)\b")
 """Words of docs/trouble.md that a log line replaces."""
-FILLED_IN = {"vLLM keeps all its experts": "vLLM keeps {what}"}
+FILLED_IN = {f"{engine} keeps all its experts": "{engine} keeps {what}" for engine in ("vLLM", "SGLang")}
 """A line of docs/trouble.md whose source has a field in the place of a known word."""
 
 

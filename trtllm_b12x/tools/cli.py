@@ -35,7 +35,7 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="trtllm-b12x")
 def main() -> None:
-    """MoE kernels for quantized experts in TensorRT-LLM and vLLM, on SM120 and SM121: our own, and FlashInfer's b12x."""
+    """MoE kernels for quantized experts in TensorRT-LLM, vLLM and SGLang, on SM120 and SM121: our own, and FlashInfer's b12x."""
 
 
 @main.command()

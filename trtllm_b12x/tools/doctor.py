@@ -27,8 +27,10 @@ from trtllm_b12x.decision import Environment, Rejection, Resolution, families
 from trtllm_b12x.decision.families import Family
 from trtllm_b12x.dispatch import store
 from trtllm_b12x.dispatch.policy import MeasuredPolicy
+from trtllm_b12x.engines.sglang import facts as sglang
+from trtllm_b12x.engines.sglang.report import sglang_lines
 from trtllm_b12x.engines.trtllm import host
-from trtllm_b12x.engines.vllm import facts
+from trtllm_b12x.engines.vllm import facts as vllm
 from trtllm_b12x.engines.vllm.report import vllm_lines
 from trtllm_b12x.environment import packages, prove
 from trtllm_b12x.environment.flashinfer import cache_folder
@@ -36,6 +38,9 @@ from trtllm_b12x.formats.geometry import LayerShape
 
 from .options import CHECKPOINT, TARGETS, as_json, opened, probe_machine, resolve_layer, shapes_in
 from .progress import UnusableError
+
+_OTHERS = {"vLLM": (vllm, vllm_lines), "SGLang": (sglang, sglang_lines)}
+"""Engines beside TensorRT-LLM: facts, and the function that yields lines."""
 
 
 @dataclass
@@ -65,8 +70,8 @@ class _Layer:
 
     @property
     def class_name(self) -> str:
-        if self.engine == "vLLM":
-            return "class of trtllm-b12x" if self.verdict.served else "class of vLLM"
+        if self.engine in _OTHERS:
+            return f"class of {'trtllm-b12x' if self.verdict.served else self.engine}"
         if self.verdict.served:
             return "FlashInferNvfp4Sm12xFusedMoE"
         row = formats.find(self.shape.quant_algo or "")
@@ -96,10 +101,11 @@ def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None
     for complaint in complaints:
         click.echo(f"error: {complaint}", err=True)
     variables = [("variable", f"{name}={value}") for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)]
-    only_vllm = bool(facts.version()) and not host.installed()
-    theirs = [name for name in settings.KERNELS() if name in facts.FAMILIES]
-    with settings.KERNELS.set(",".join(theirs)) if only_vllm and theirs else contextlib.nullcontext():
-        status = _doctor(as_json, compile_, target, checkpoint, "vLLM" if only_vllm else "TensorRT-LLM", variables)
+    alone = [] if host.installed() else [name for name, (facts, _) in _OTHERS.items() if facts.version()]
+    engine = alone[0] if alone else "TensorRT-LLM"
+    theirs = [name for name in settings.KERNELS() if name in _OTHERS[engine][0].FAMILIES] if alone else []
+    with settings.KERNELS.set(",".join(theirs)) if theirs else contextlib.nullcontext():
+        status = _doctor(as_json, compile_, target, checkpoint, engine, variables)
     ctx.exit(2 if complaints else status)
 
 
@@ -108,8 +114,8 @@ def _doctor(
 ) -> int:
     _load_host()
     environment = probe_machine(target)
-    vllm = list(vllm_lines(environment))
-    left_out = f"vLLM {vllm[0]}" if len(vllm) == 1 else ""
+    others = {name: list(lines(environment)) for name, (_, lines) in _OTHERS.items()}
+    left_out = [f"{name} {lines[0]}" for name, lines in others.items() if len(lines) == 1]
     proofs = {}
     if compile_:
         if importlib.util.find_spec("torch") is None:
@@ -117,15 +123,15 @@ def _doctor(
         card = target or ("sm_121a" if environment.sm == 121 else "sm_120a")
         proofs = {name: prove.prove(card, name) for name in settings.KERNELS()}
     source = None if checkpoint is None else opened(checkpoint)
-    shapes = _usual_shapes() if source is None else shapes_in(source).values()
+    shapes = _usual_shapes(engine) if source is None else shapes_in(source).values()
     layers = [_Layer(shape, resolve_layer(shape, environment), engine) for shape in shapes]
     failed = {name for name, proof in proofs.items() if not proof.compiled}
     serving = [next((family for family in layer.decoding if family not in failed), "") for layer in layers]
-    if engine == "vLLM" and left_out:
+    if len(others.get(engine, ())) == 1:
         serving = []
     driver = machine.driver_cuda()
     caveats = dict.fromkeys(row.features(environment).caveat for layer in layers for row in layer.rows)
-    rows = [*_facts(environment, target, driver, vllm), *variables, *(("note", caveat) for caveat in caveats if caveat)]
+    rows = [*_facts(environment, target, driver, others), *variables, *(("note", caveat) for caveat in caveats if caveat)]
     rows += [("setting", complaint) for complaint in settings.complaints()]
     rows += [("checkpoint", remark) for remark in (source.remarks if source else ())]
     if as_json:
@@ -147,12 +153,12 @@ def _doctor(
     return 0 if any(serving) else 1
 
 
-def _usual_shapes() -> list[LayerShape]:
-    """Return layers of usual checkpoints, in the formats that some listed family has kernels for."""
+def _usual_shapes(engine: str) -> list[LayerShape]:
+    """Return layers of usual checkpoints, in the formats that some listed family has kernels for and the engine lets us serve."""
     return [
         LayerShape(quant_algo=row.quant_algo, dtype="bfloat16", activation=activation)
         for row in formats.FORMATS
-        if any(families.rows(settings.KERNELS(), row.name))
+        if any(families.rows(settings.KERNELS(), row.name)) and (engine != "SGLang" or row.name in sglang.FORMATS)
         for activation in row.activations
     ]
 
@@ -182,31 +188,31 @@ def _print_screen(
     layers: list[_Layer],
     serving: list[str],
     engine: str,
-    left_out: str,
+    left_out: list[str],
 ) -> None:
     _print_rows(rows)
     click.echo()
     # Without a host, or for a card that is not here, this is what would happen.
-    hypothetical = (e.host == "none" and engine != "vLLM") or target is not None
+    hypothetical = (e.host == "none" and engine not in _OTHERS) or target is not None
     several = any(len(layer.verdict.verdicts) > 1 for layer in layers)
     for layer in layers:
-        on = f" on {', else '.join(layer.decoding)}" if (several or engine == "vLLM") and layer.verdict.served else ""
+        on = f" on {', else '.join(layer.decoding)}" if (several or engine in _OTHERS) and layer.verdict.served else ""
         fate = f"{'would be' if hypothetical else 'is'} {layer.class_name}{on}"
-        if engine == "vLLM":
-            fate = f"{'would run' if hypothetical else 'runs'}{on}" if on else "stays on vLLM's own kernels"
+        if engine in _OTHERS:
+            fate = f"{'would run' if hypothetical else 'runs'}{on}" if on else f"stays on {engine}'s own kernels"
         _print(f"{layer.name} {fate}", indent="  ")
     considered = list(dict.fromkeys(family for layer in layers for family, _ in layer.verdict.verdicts))
     if several:
         _print_rows([(family, _eligibility(family, layers)) for family in considered])
     _print_rejections(layers, several)
     click.echo()
-    for problem in filter(None, (_hook_problem(e), left_out)):
+    for problem in filter(None, (_hook_problem(e), *left_out)):
         _print(problem)
         click.echo()
     names = " and ".join(dict.fromkeys(filter(None, serving)))
     if not names:
         verb = "WOULD NOT" if hypothetical else "will NOT"
-        instead = "vLLM's own kernels run" if engine == "vLLM" else "TensorRT-LLM's CUTLASS class runs"
+        instead = f"{engine}'s own kernels run" if engine in _OTHERS else "TensorRT-LLM's CUTLASS class runs"
         click.echo(f"{' and '.join(considered)} {verb} serve decode here: {instead}")
     elif hypothetical:
         click.echo(f"{names} WOULD serve decode {f'here, inside {engine}' if target is None else f'on {target}'}")
@@ -253,7 +259,7 @@ def _hook_problem(e: Environment) -> str:
 # ---- facts, without importing torch, FlashInfer or the CuTe DSL ---------------------------------------------------------------
 
 _NO_HOST = "not installed (the embedded host stands in)"
-_VARIABLES = re.compile("TRTLLM_B12X|VLLM_(PLUGINS|USE_|.*(LOGGING|MOE|FP4|FP8|FLASHINFER|MARLIN|COMPILE))")
+_VARIABLES = re.compile("TRTLLM_B12X|SGLANG_PLUGINS|VLLM_(PLUGINS|USE_|.*(LOGGING|MOE|FP4|FP8|FLASHINFER|MARLIN|COMPILE))")
 """Names of variables that belong into a bug report. Keys and tokens of vLLM do not."""
 _HOSTS = {"none": _NO_HOST, "unsupported": "an unknown version", "installed": "not looked at"}
 
@@ -262,19 +268,21 @@ def _cuda(version: tuple[int, int] | None) -> str:
     return "unknown" if version is None else f"CUDA {version[0]}.{version[1]}" if version[0] else "none"
 
 
-def _facts(e: Environment, target: str | None, driver: tuple[int, int] | None, vllm: list[str]) -> list[tuple[str, str]]:
+def _facts(
+    e: Environment, target: str | None, driver: tuple[int, int] | None, others: dict[str, list[str]]
+) -> list[tuple[str, str]]:
     ranks = "" if e.expert_parallel else "no "
     gpu = "unknown" if e.sm is None else f"SM{e.sm}" if e.sm else "none"
     host_version = _versions("tensorrt_llm").partition(" ")[2]
     recognized = _HOSTS.get(e.host or "", f"recognized as generation {e.host}")
-    if vllm and e.host == "none":
+    if any(others.values()) and e.host == "none":
         recognized = "not installed"
     return [
         ("trtllm-b12x", __version__ + _commit()),
         ("Python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}"),
         ("torch", _versions("torch", "triton", "apache-tvm-ffi") or "not installed"),
         ("TensorRT-LLM", f"{host_version}, {recognized}" if host_version else recognized),
-        *((name, line) for name, line in zip(itertools.chain(["vLLM"], itertools.repeat("")), vllm, strict=False)),
+        *(("" if number else name, line) for name, lines in others.items() for number, line in enumerate(lines)),
         ("GPU", f"{gpu} (assumed: --target {target})" if target else gpu),
         *(("", card) for card in machine.cards()),
         ("driver", _cuda(driver)),
