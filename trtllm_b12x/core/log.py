@@ -32,7 +32,7 @@ def first_time(what: Hashable) -> bool:
         return new
 
 
-class _WhereNobodyListens(logging.Handler):
+class FallbackHandler(logging.Handler):
     """Handler that writes to standard error while no other handler exists. The process may add handlers after us."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def configure(name: str = "") -> None:
             logger.logger.setLevel(settings.LOG())
     else:
         _own.setLevel(settings.LOG())
-        if not any(isinstance(handler, _WhereNobodyListens) for handler in _own.handlers):
-            _own.addHandler(_WhereNobodyListens())
+        if not any(isinstance(handler, FallbackHandler) for handler in _own.handlers):
+            _own.addHandler(FallbackHandler())
     for complaint in settings.complaints():
         logger.warning(complaint)

@@ -20,7 +20,7 @@ from trtllm_b12x.kernels import Geometry, Kernel, MoECall, PlanError, first_line
 from . import crossover, host_check
 from .host_check import HostPath
 from .policy import DispatchPolicy
-from .schedule import EVERY, HOSTS, Schedule
+from .schedule import EMPTY_SCHEDULE, EVERY, Schedule
 from .timing import RouteSampler
 
 LIKE = 1.01
@@ -42,7 +42,7 @@ class LayerDispatch:
         """Take the families that may serve the layer, the preferred one first, and the largest batch that the host announced."""
         global _model_is_built
         self.kernels, self.max_num_tokens = kernels, max_num_tokens
-        self.schedule = self.detached = HOSTS
+        self.schedule = self.detached = EMPTY_SCHEDULE
         self.waiting: dict[str, int] = {}
         """Families that no call reaches before a measurement, with the token counts to plan them for. ``plan_waiting`` does."""
         self.decided = False
@@ -96,7 +96,7 @@ class LayerDispatch:
             else:
                 self._add(name, limit, bound, errors)
         self._schedule(bound, policy)
-        self.detached, self._stage = HOSTS, -1
+        self.detached, self._stage = EMPTY_SCHEDULE, -1
         self.decided, self._errors = False, errors
         self._compile_ahead(self.waiting, geometry, device)
         if bound and not self.schedule.base:
@@ -271,11 +271,11 @@ class LayerDispatch:
 
     def drop(self) -> None:
         """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""
-        self.schedule = self.detached = HOSTS
+        self.schedule = self.detached = EMPTY_SCHEDULE
         self.waiting, self._layer, self._routing = {}, None, {}
 
     def moved_to(self, device: torch.device) -> bool:
         """Detach kernels that do not run on ``device`` until the layer is back. Return whether there are some to bind again."""
         schedule = self.schedule if self.schedule.kernels else self.detached
-        self.schedule, self.detached = HOSTS, schedule
+        self.schedule, self.detached = EMPTY_SCHEDULE, schedule
         return bool(schedule.kernels) and all(kernel.runs_on(device) for kernel in schedule.kernels)

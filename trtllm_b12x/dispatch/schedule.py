@@ -164,5 +164,5 @@ class Schedule:
         return "; ".join(kernel.limited for kernel in self.kernels if kernel.limited)
 
 
-HOSTS = Schedule({})
+EMPTY_SCHEDULE = Schedule({})
 """No kernel at any count."""

@@ -92,7 +92,7 @@ class ReferenceKernel(Kernel):
             if call.padding is not None:
                 ids = ids.masked_fill(call.padding.unsqueeze(1), -1)
         self.weights.derive()
-        x, arrived = call.x, call.x_sf is not None
+        x, prequantized = call.x, call.x_sf is not None
         if call.x_sf is not None:
             scales = scales_of_tokens(call.x_sf, tokens, g.hidden_size // BLOCK_SIZE, call.swizzled)
             x = nvfp4.dequantize(x.view(torch.uint8), scales.view(torch.float8_e4m3fn))
@@ -100,21 +100,21 @@ class ReferenceKernel(Kernel):
         local = self.experts.local(ids)
         for expert in local[local >= 0].unique().tolist():
             token, slot = (local == expert).nonzero(as_tuple=True)
-            for share in self._shares(expert, x[token], router_weights[token, slot].float().unsqueeze(-1), arrived):
+            for share in self._shares(expert, x[token], router_weights[token, slot].float().unsqueeze(-1), prequantized):
                 result.index_add_(0, token, share)
         return result.to(g.dtype) if call.out is None else call.out.copy_(result)
 
-    def _shares(self, expert: int, x: torch.Tensor, router_weights: torch.Tensor, arrived: bool) -> Iterator[torch.Tensor]:
+    def _shares(self, expert: int, x: torch.Tensor, router_weights: torch.Tensor, prequantized: bool) -> Iterator[torch.Tensor]:
         """Yield a local expert's contributions to its tokens, float32 ``(n, H)``.
 
         Args:
-            arrived: ``x`` was quantized by the host and is in units of the input scale.
+            prequantized: ``x`` was quantized by the host and is in units of the input scale.
         """
         g, w, extra = self.geometry, self.weights, self.weights.epilogue
         scale_1, scale_2, divisor_1, divisor_2 = self._scales(expert)
         if self.quantizes:
-            x = x if arrived else self._quantized(x, divisor_1)
-        elif arrived:
+            x = x if prequantized else self._quantized(x, divisor_1)
+        elif prequantized:
             x = x * w.fc1_divisor[0]  # the host has one input scale for all experts where it quantizes for them
         fc1 = self._rounded(x.float() @ w.matrix(expert, "fc1_weight")[:, : g.hidden_size].T * scale_1)
         if extra.fc1_bias is not None:

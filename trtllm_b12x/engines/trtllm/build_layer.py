@@ -125,11 +125,11 @@ def call(module: Any, tokens: int) -> Any:
     """Capture one call in the form that the host makes it, for ``trtllm_b12x.engines.trtllm.host_path.timed_paths``."""
     seen: list[Any] = []
     backend = getattr(module, "backend", module)
-    backend._ask = seen.append
+    backend._measure_once = seen.append
     try:
         run(module, tokens)
     finally:
-        del backend._ask
+        del backend._measure_once
     return seen[0]
 
 

@@ -20,7 +20,7 @@ from .host import UnsupportedHostError, lacks, load
 if TYPE_CHECKING:
     import torch
 
-Question = tuple[LayerShape, Deployment]
+LayerQuery = tuple[LayerShape, Deployment]
 
 _MOE_LORA_MODULES = ("moe_h_to_4h", "moe_gate", "moe_4h_to_h")
 """``lora_target_modules`` on the experts (``_torch/peft/lora/validation.py``). LoRA on attention does not change them."""
@@ -54,7 +54,7 @@ def most_tokens(model_config: Any) -> int | None:
 
 def from_config(
     model_config: Any, quantization: Mapping[str, Any] = MappingProxyType({}), arguments: Mapping[str, Any] | None = None
-) -> Question:
+) -> LayerQuery:
     """Describe a layer that is not built yet. Missing fields of a ``ModelConfig`` count as their defaults.
 
     ``quantization`` has ``quant_algo`` and ``group_size`` as far as known, ``arguments`` those of the ``create_moe_backend`` to
@@ -84,7 +84,7 @@ def from_config(
     return shape, deployment
 
 
-def from_layer(layer: Any, config: Question, alltoall: bool, unequal_scales: bool = False) -> Question:
+def from_layer(layer: Any, config: LayerQuery, alltoall: bool, unequal_scales: bool = False) -> LayerQuery:
     """Describe a layer that the host has built (``contract.LAYER``), completely and with its final quantization.
 
     ``config`` is the result of ``from_config`` when it was built, ``alltoall`` True if its tokens come from an all-to-all,

@@ -228,7 +228,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
 
     # ---- call --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, like: Any) -> None:
+    def _measure_once(self, like: Any) -> None:
         """Measure once, at the first eager call, which of the families and the host serves how many tokens on this card.
 
         ``like`` is the call under way, in the host's form.
@@ -296,7 +296,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
             if lora_params is not None and (not hasattr(self, "_moe_lora_active") or self._moe_lora_active(lora_params)):
                 return None, None
             if not self.dispatch.decided:
-                self._ask(like)
+                self._measure_once(like)
             if not isinstance(x, _Tensor) and isinstance(x, _HOST.Fp4QuantizedTensor):
                 x, x_sf, swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
             kernel = self._kernel_for(x, x_sf)

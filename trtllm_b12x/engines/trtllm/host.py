@@ -174,7 +174,7 @@ def _host(
     end = EndsWithCachedState if hasattr(cutlass, "cache_derived_state") else EndsWithPostLoad
     # ABC caches use equality: every plain layer would count as an instance of an equal subclass. On ABC hosts our
     # class therefore compares by identity. Those hosts compare backend classes only in create_moe_backend.
-    metaclass = type(cutlass) if type(cutlass) is not type else type("CountsAsCutlass", (type,), _equality(cutlass))
+    metaclass = type(cutlass) if type(cutlass) is not type else type("CutlassEqualMeta", (type,), _equality(cutlass))
     weights = {"embedded": DirectWeights, "A": DirectWeights, "B": StagedWeights}
     return Host(
         generation=generation,

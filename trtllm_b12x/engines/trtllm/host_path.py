@@ -9,7 +9,7 @@ import torch
 
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.host_check import HostPath
-from trtllm_b12x.dispatch.schedule import HOSTS
+from trtllm_b12x.dispatch.schedule import EMPTY_SCHEDULE
 from trtllm_b12x.dispatch.timing import RouteSampler, TimedPath
 from trtllm_b12x.environment import packages
 from trtllm_b12x.kernels import Geometry
@@ -42,7 +42,7 @@ def judged(module: Any, like: Any) -> HostPath:
 
 def _alike(other: Any, module: Any) -> bool:
     """Return whether ``other`` has the same kernels, of the same sizes, on weights of its own."""
-    mine, its = module.schedule, getattr(other, "schedule", HOSTS)
+    mine, its = module.schedule, getattr(other, "schedule", EMPTY_SCHEDULE)
     if its.kernels and its.kernels[0].geometry == mine.kernels[0].geometry:
         other.plan_waiting()
         its = other.schedule

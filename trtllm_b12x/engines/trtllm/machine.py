@@ -15,7 +15,7 @@ from trtllm_b12x.kernels import Kernel
 
 from .. import serving
 from . import host
-from .describe import Question
+from .describe import LayerQuery
 
 
 def candidate_kernels(device: str | None = None, quant_algo: str | None = None) -> dict[str, type[Kernel]]:
@@ -31,7 +31,7 @@ def candidate_kernels(device: str | None = None, quant_algo: str | None = None) 
 
 
 def resolve(
-    question: Question, kernels: Mapping[str, type[Kernel]] | None = None, plan_errors: Mapping[str, str] = MappingProxyType({})
+    question: LayerQuery, kernels: Mapping[str, type[Kernel]] | None = None, plan_errors: Mapping[str, str] = MappingProxyType({})
 ) -> Resolution:
     """Return which families serve the layer in this process, and why the others do not.
 

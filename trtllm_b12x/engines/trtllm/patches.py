@@ -30,7 +30,7 @@ def put(module: ModuleType, name: str, ours: Any) -> None:
     setattr(module, name, ours)
 
 
-def give_back() -> None:
+def restore() -> None:
     """Watch no more imports. Restore the originals, except names that another package has rebound since."""
     with lock:
         hook.stop()

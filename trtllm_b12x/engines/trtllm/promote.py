@@ -60,7 +60,7 @@ def uninstall() -> None:
     """
     with patches.lock:
         patches.active, patches.refused, hook.failure = False, "", ""
-        patches.give_back()
+        patches.restore()
 
 
 def patch(module: ModuleType) -> None:
@@ -119,7 +119,7 @@ def _adapter() -> Host | None:
             return host.load()
         except host.UnsupportedHostError as error:
             patches.refused = str(error)
-            patches.give_back()  # no layer was promoted yet
+            patches.restore()  # no layer was promoted yet
             log.logger.warning("%s; the host's own classes run (trtllm-b12x doctor shows what differs)", error)
             return None
 

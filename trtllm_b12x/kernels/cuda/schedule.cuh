@@ -41,7 +41,7 @@ DEVICE u32 kind_of(const Block& b, u32 number) {
   return load_shared(b.shared.entry(number));
 }
 // This warp reads the entry of task `number` no more.
-DEVICE void give_back(const Block& b, u32 number) {
+DEVICE void return_task(const Block& b, u32 number) {
   __syncwarp();
   if (b.lane == 0) barrier_arrive(b.shared.given_back(number));
 }

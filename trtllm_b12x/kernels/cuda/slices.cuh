@@ -109,7 +109,7 @@ struct MultiplyingWarp {
     pass_on<halves>();
   }
   DEVICE void end_task() {
-    give_back(b, number);
+    return_task(b, number);
     number++;
   }
 

@@ -35,7 +35,7 @@ struct Adder {
       if (kind == END) break;
       info = {load_shared(b.shared.entry(number) + INFO_AT)};
       group = {load_shared(b.shared.entry(number) + WORD_AT)};
-      give_back(b, number);
+      return_task(b, number);
       const int items = kind == FC1 ? HALVES1 * TILES_A_TASK : kind == FC2 ? HALVES2 : 0;
       for (int sub = 0; sub < items; sub++, item++) {
         if (item % ADDERS != mine) continue;

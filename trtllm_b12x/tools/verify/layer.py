@@ -15,7 +15,7 @@ import torch
 from trtllm_b12x.decision import RejectReason, Resolution, refused_by_hosts
 from trtllm_b12x.dispatch import crossover, timing
 from trtllm_b12x.dispatch.layer import LIKE
-from trtllm_b12x.dispatch.schedule import EVERY, HOSTS, default_crossover
+from trtllm_b12x.dispatch.schedule import EMPTY_SCHEDULE, EVERY, default_crossover
 from trtllm_b12x.engines.trtllm import build_layer, promote
 from trtllm_b12x.engines.trtllm.machine import candidate_kernels, resolve
 from trtllm_b12x.kernels import Kernel
@@ -134,7 +134,7 @@ class _Run:
         kernels: set[str] = set()
         for rank in range(ranks.tp * ranks.ep):
             module = self._load(ranks, rank)
-            backend, schedule = module.backend, getattr(module.backend, "schedule", HOSTS)
+            backend, schedule = module.backend, getattr(module.backend, "schedule", EMPTY_SCHEDULE)
             kernels |= schedule.families.keys() or {"cutlass"}
             if schedule.kernels:
                 report.scale_ratio = max(report.scale_ratio, backend.scale_ratio)
@@ -312,7 +312,7 @@ def _same_layer(other: MoELayer, layer: MoELayer) -> bool:
 def kernel_calls(backend: Any) -> Iterator[list[str]]:
     """Record the families whose kernels are called, in order."""
     calls: list[str] = []
-    schedule = getattr(backend, "schedule", HOSTS)
+    schedule = getattr(backend, "schedule", EMPTY_SCHEDULE)
 
     def counted(name: str, run: Callable[[Any], torch.Tensor], call: Any) -> torch.Tensor:
         calls.append(name)
