@@ -80,14 +80,14 @@ def test_symptoms_are_lines_that_the_package_logs() -> None:
 def test_switches_of_pages_are_those_of_the_package() -> None:
     known = {switch.name for switch in settings.SWITCHES}
     for page in PAGES:
-        if page.name != "CHANGELOG.md":
-            assert set(re.findall(r"TRTLLM_B12X\w*(?<!_)", page.read_text(encoding="utf-8"))) <= known, page.name
+        assert set(re.findall(r"TRTLLM_B12X\w*(?<!_)", page.read_text(encoding="utf-8"))) <= known, page.name
 
 
 def test_sizes() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(readme.splitlines()) <= 150
+    assert len(readme.splitlines()) <= 130
     assert len(readme.encode()) <= 9000
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 60
     assert len((ROOT / "MOE_DEVELOPER_GUIDE.md").read_text(encoding="utf-8").splitlines()) <= 200
 
 

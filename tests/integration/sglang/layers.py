@@ -145,18 +145,18 @@ class Checkpoint:
         for expert in ids.unique().tolist():
             if expert < 0:
                 continue
-            w1, w2, w3 = (self._values(expert, name, x.device) for name in ("w1", "w2", "w3"))
+            w1, w2, *gated = (
+                self.values(expert, name, x.device) for name in ("w1", "w2", "w3") if (expert, name) in self.tensors
+            )
             token, slot = (ids == expert).nonzero(as_tuple=True)
             rows = x[token].float()
-            halves = [rows @ w.T for w in (w3, w1) if w is not None]  # up, gate
+            halves = [rows @ w.T for w in (*gated, w1)]  # up, gate
             inner = activate(activation if constants is None else "SwigluBias", *halves, *(constants or ()))
-            assert w2 is not None
             out.index_add_(0, token, weights[token, slot].float().unsqueeze(1) * (inner @ w2.T))
         return out
 
-    def _values(self, expert: int, name: str, device: torch.device) -> torch.Tensor | None:
-        if (expert, name) not in self.tensors:
-            return None
+    def values(self, expert: int, name: str, device: torch.device) -> torch.Tensor:
+        """Return a matrix in float32."""
         codes, scales, second, _ = (tensor.to(device) for tensor in self.tensors[expert, name])
         return nvfp4.dequantize(codes, scales).float() * second
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +235,47 @@ def test_a_rank_on_another_gpu() -> None:
     error, context = done.stdout.split()[-2:]
     assert float(error) < BOUND
     assert context == "False"
+
+
+def test_the_crossover_is_measured(
+    checkpoints: list[layers.Checkpoint], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Not in a capture; at the first eager call, beside SGLang's path. Dense products in torch stand in for it here."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(settings.CROSSOVER.name, raising=False)
+    monkeypatch.setenv(settings.KERNELS.name, "cuda,gemm")
+    monkeypatch.setenv(settings.HOPPER.name, "1")
+    process.forget()
+    plugin.install()
+    checkpoint = checkpoints[0]
+    values = [
+        checkpoint.values(e, name, torch.device("cuda")).to(torch.bfloat16) for e in range(EXPERTS) for name in ("w3", "w1", "w2")
+    ]
+    fc1 = torch.stack([torch.cat(pair) for pair in zip(values[::3], values[1::3], strict=True)])
+    fc2 = torch.stack(values[2::3])
+
+    def dense(
+        output: torch.Tensor, input: torch.Tensor, token_selected_experts: Any, token_final_scales: Any, **rest: Any
+    ) -> Any:
+        up, gate = (input @ fc1.mT).chunk(2, dim=-1)
+        each = (torch.nn.functional.silu(gate) * up) @ fc2.mT  # (E, T, H)
+        share = torch.zeros(len(input), EXPERTS, device="cuda").scatter_add_(1, token_selected_experts.long(), token_final_scales)
+        return [output.copy_((each * share.T.unsqueeze(-1)).sum(0))]
+
+    monkeypatch.setattr(layers, "cutlass_in_torch", dense)
+    with torch.no_grad():
+        made = layers.layer(checkpoint, *SIZES, device="cuda")
+        dispatch = vars(made)["trtllm_b12x"].dispatch
+        x, topk = given(8)
+        layers.call(made, *given(1))
+        assert "measured in" in caplog.text
+        assert "wrongly" not in caplog.text
+        print([line for line in caplog.messages if "measured in" in line or "own path" in line])
+        assert dispatch.schedule.policy.measured
+        for tokens in (1, 8, 64, 256):
+            x, topk = given(tokens)
+            expected = checkpoint.expected(x, topk.topk_ids, topk.topk_weights)
+            assert layers.distance(layers.call(made, x, topk), expected) < 0.01
+    assert list(tmp_path.rglob("crossover-*.json"))
+    plugin.uninstall()
