@@ -26,7 +26,6 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
     (tmp_path / f"{NAME}.py").write_text("value = 1\n")
     (tmp_path / "unwatched.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(hook, "WATCHED", frozenset({NAME}))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     handed: list[str] = []
 
@@ -35,7 +34,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
         vars(module)["value"] += 1
 
     monkeypatch.setattr(promote, "patch", patch)
-    hook.start(bootstrap.patch)
+    hook.start(bootstrap.patch, frozenset({NAME}))
     yield handed
     hook.stop()
     for name in (NAME, "unwatched"):
@@ -43,7 +42,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
 
 
 def test_a_watched_module_is_handed_over_once_it_is_complete(seen: list[str]) -> None:
-    hook.start(bootstrap.patch)  # a second time
+    hook.start(bootstrap.patch, frozenset({NAME}))  # a second time
     importlib.import_module("unwatched")
     module = importlib.import_module(NAME)
     assert seen == [NAME]
