@@ -1,4 +1,4 @@
-"""Speed and memory, measured; none of it is a test."""
+"""Benchmarks of speed and memory. They are not tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtllm_b12x.core.errors import say
 
 
 def require_gpu() -> None:
-    """Exit with 2 and a line where there is nothing to measure on."""
+    """Exit with status 2 and one error line if torch sees no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -24,7 +24,7 @@ def require_gpu() -> None:
 
 
 def finish(main: Callable[[], int]) -> None:
-    """Run ``main`` and exit with its status. SIGTERM counts as Ctrl-C, and a standard output that is full is one line."""
+    """Run ``main`` and exit with its status. SIGTERM counts as Ctrl-C. A full standard output gives a one-line error."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -51,14 +51,14 @@ def positive(text: str) -> int:
 
 
 def utf8(text: str) -> str:
-    """Return an argument that is passed on to programs and files. They take no path that is not UTF-8."""
+    """Return an argument that is passed on to programs and files. They accept only UTF-8 paths."""
     if not disk.is_utf8(text):
         raise argparse.ArgumentTypeError(f"must be UTF-8, got {text!r}; rename it or choose another one")
     return text
 
 
 def folder(text: str) -> Path:
-    """Convert the argument OUT of a benchmark that fills a folder."""
+    """Convert OUT, the folder that a benchmark fills, to a path."""
     if not disk.writable(Path(utf8(text)).absolute()):
         raise argparse.ArgumentTypeError(f"{text} must be a folder that can be written; choose another one")
     return Path(text)

@@ -1,6 +1,6 @@
-"""Parts of pages that are written from files of runs and from the code: what stands between their begin and end lines.
+"""Blocks of pages, between begin and end lines, that are generated from result files and from the code.
 
-``python -m benchmarks.results`` writes them; a test compares.
+``python -m benchmarks.results`` writes the blocks; a test compares them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def own(found: Found) -> list[str]:
 
 
 def mutations(found: Found) -> list[str]:
-    """Return what a broken replacement of an instruction does to the numbers."""
+    """Return the errors that a broken replacement of an instruction causes."""
     lines = found.get("own-on-hopper.json", {}).get("mutations", [])
     rows = [[r["format"], r["what"], f"{r['error']:.3g}", f"{r['error'] / r['bound']:.3g}"] for r in lines]
     return table(["format", "broken", "error", "times the bound"], rows) if rows else []

@@ -1,8 +1,7 @@
-"""Host time of a decode call around its kernel, in this checkout and in another, batches in turn: for :mod:`benchmarks.overhead`.
+"""Measure a decode call's host time around its kernel, here and in another checkout in turn, for :mod:`benchmarks.overhead`.
 
-The kernel of both is a function that returns the output it was given, so what is left is what the package does for a call.  Each
-runs in a process of its own, which is this file; what counts is the ratio of two batches that followed each other, so a machine
-that is busy slows both.
+In both checkouts the kernel is a function that returns its output argument, so only the package's work for a call remains. Each
+checkout runs this file in its own process. The result is the ratio of two successive batches, so a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CALLS = 400
-"""Of a batch."""
+"""Calls per batch."""
 BATCHES = 101
 
 
 def output_of(kernel: Any, call: Any) -> Any:
-    """Stand in for ``Kernel.run``: return the output given, else x."""
+    """Stand in for ``Kernel.run``: return ``call.out`` if it is given, else x."""
     return call.x if call.out is None else call.out
 
 
 def serve() -> None:
-    """A batch for each line of stdin, which names what is called: its seconds on stdout.  Of whatever checkout is imported."""
+    """Run a batch for each line of stdin, which names the call, and print its seconds. PYTHONPATH selects the checkout."""
     import torch
 
     from tests import layers
@@ -39,7 +38,7 @@ def serve() -> None:
     from trtllm_b12x.dispatch import crossover
 
     torch.set_num_threads(1)
-    crossover.tuning()  # as in a server that has warmed up: its autotuner has run
+    crossover.tuning()  # as after a server's warm-up, whose autotuner has run
     module = layers.load(layers.create(8, 128, 256), random_experts(8, 128, 256))
     backend = module.backend
     x, logits = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 8)
@@ -65,7 +64,7 @@ def serve() -> None:
 
 @contextmanager
 def serving(checkout: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process with the package and the tests of ``checkout``."""
+    """Yield a process that imports the package and the tests of ``checkout``."""
     env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     env |= {"TRTLLM_B12X_KERNELS": "b12x", "TRTLLM_B12X_CROSSOVER": "64"}
     command = [sys.executable, str(Path(__file__))]
@@ -89,7 +88,7 @@ def checked_out(commit: str) -> Iterator[Path]:
 
 
 def batch(process: subprocess.Popen[str], name: str) -> float:
-    """Microseconds of a call."""
+    """Run a batch. Return microseconds per call."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(name) + "\n")
@@ -98,7 +97,7 @@ def batch(process: subprocess.Popen[str], name: str) -> float:
 
 
 def compared(other: Path) -> dict[str, dict[str, float]]:
-    """By what is called: median microseconds of both, and the ratio of ours to theirs with its quartiles."""
+    """Return by call: median microseconds in both checkouts, and the median ratio of ours to theirs with its quartiles."""
     with serving(ROOT) as ours, serving(other) as theirs:
         assert ours.stdout is not None
         assert theirs.stdout is not None

@@ -1,7 +1,7 @@
-"""Microseconds of what an engine runs for a MoE layer of a decode step: RMSNorm, router product, top-k, experts.
+"""Time what an engine runs for a MoE layer of a decode step: RMSNorm, router product, top-k, experts.
 
-The one launch (``cuda``) takes router logits itself, so that the chain needs no top-k. Both chains run in captured graphs over as
-many layers as do not fit in the L2 cache, in turns, with programmatic overlap between all launches.
+The one-launch kernel (``cuda``) takes router logits, so its chain does not need top-k. Both chains run in turn, in captured
+graphs over more layers than fit in the L2 cache, with programmatic overlap between all launches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Fixed(ctypes.Structure):
 
 
 def files() -> dict[str, str]:
-    """Return the source of the kernels around the experts, and what it includes."""
+    """Return the sources of the kernels around the experts, and the header that they include, by file name."""
     return {_SOURCE.name: _SOURCE.read_text(encoding="utf-8"), "ptx.cuh": variant.sources()["ptx.cuh"]}
 
 
@@ -100,7 +100,7 @@ class Chain:
                 experts[layer].run(call)
 
     def forms(self) -> dict[str, Callable[[], None]]:
-        """Return what is timed, by name."""
+        """Return the timed variants by name."""
         return {
             "norm, router": lambda: self.run((NORM, ROUTER), None),
             "norm, router, top-k, experts": lambda: self.run((NORM, ROUTER, TOP_K), self.from_ids),
@@ -110,7 +110,7 @@ class Chain:
         }
 
     def check(self) -> float:
-        """Return how far the outputs of both chains are from each other. Raise ValueError if the kernels around are wrong."""
+        """Return the distance between both chains' outputs. Raise ValueError if a kernel around the experts is wrong."""
         forms, outputs = self.forms(), []
         for name in list(forms)[1:3]:
             self.out.zero_()
@@ -136,7 +136,7 @@ class Chain:
 
 
 def measure(geometry: Geometry, tokens: Sequence[int]) -> list[dict[str, Any]]:
-    """Return for each token count microseconds a layer of each form, and how far the two chains' outputs are from each other."""
+    """Return for each token count: microseconds per layer of each variant, and the distance between both chains' outputs."""
     weights, lines = stack(geometry, _MOST_LAYERS), []
     for count in tokens:
         chain = Chain(geometry, weights, count)

@@ -1,8 +1,8 @@
-"""What the driver of FlashInfer's kernels costs beside the kernels: host time and scratch memory.
+"""Measure what our driver of FlashInfer's kernels costs besides the kernels: host time and scratch memory.
 
 ``python -m benchmarks.decode OUT`` on a Hopper GPU, where the SM120 kernels run translated (docs/sm12x-on-hopper.md), writes
-OUT.json. Every figure stands beside that of plain FlashInfer in the same run. No kernel's speed is measured: it would say
-nothing about a card.
+OUT.json. Every figure stands beside the figure of plain FlashInfer in the same run. Kernel speed is not measured: it would say
+nothing about an SM12x card.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def overhead(shape: Shape, tokens: int) -> dict[str, Any]:
 
 
 def microseconds(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Return the median host time of a call of each, in turn; the GPU is waited for between batches, not within."""
+    """Return each run's median host time per call, in turn. The GPU is synchronized between batches, not within them."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(REPEATS):
         for name, run in runs.items():

@@ -1,7 +1,7 @@
-"""The least time of one decode step: bytes that it must read over the bandwidth of the card. Blocks of docs/floor.md.
+"""Roofline of one decode step: the bytes that it must read over the card's bandwidth. It fills the blocks of docs/floor.md.
 
-Weights that a step reads are read once, whatever the batch; of the experts those that some token goes to. Nothing else counts: no
-activation, launch, synchronization or sampling. So no implementation is faster, and none gets there.
+A step reads each weight once for every batch size, and of the experts only those that some token goes to. Activations, launches,
+synchronization and sampling do not count. So no implementation is faster, and none reaches the roofline.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from trtllm_b12x.kernels import Geometry
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 2560
-"""Tokens that a sequence has behind it: 2048 in and half of 1024 out, the mean of the published recipe."""
+"""Mean context of a sequence in the published recipe: 2048 tokens in and half of 1024 tokens out."""
 _NVFP4, _MXFP8, _FP8, _BF16, _FP32 = 9 / 16, 33 / 32, 1.0, 2.0, 4.0
-"""Bytes of a weight, block scales included (one byte for 16 and 32 weights)."""
+"""Bytes of a weight, including block scales (one byte per 16 weights in NVFP4, per 32 in MXFP8)."""
 CARDS = {
     "RTX 5090": (1792e9, 32e9),
     "RTX PRO 6000": (1792e9, 96e9),
     "RTX PRO 6000 Server": (1597e9, 96e9),
     "GB10": (273e9, 128e9),
 }
-"""Bytes a second and bytes of memory, of public specifications."""
+"""Bytes per second and bytes of memory, from public specifications."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a decode step of a model reads. docs/floor.md has the source of every figure, and what is assumed."""
+    """Bytes that a decode step of a model reads. docs/floor.md has the source of every figure, and the assumptions."""
 
     name: str
     layer: Geometry
     moe_layers: int
     fixed: dict[str, float]
-    """Bytes that every step reads, by what they are."""
+    """Bytes that every step reads, by kind."""
     embedding: float
-    """Bytes of the table, of which a step reads a row per token; 0 where it is the LM head's."""
+    """Bytes of the embedding table, of which a step reads one row per token; 0 if the LM head shares the table."""
     cache: Callable[[int], float]
     """Bytes of a sequence's KV cache that a step reads, by context."""
     state: float = 0
     """Bytes of a sequence's recurrent state, read and written."""
 
     def parts(self, batch: int, context: int = CONTEXT) -> dict[str, float]:
-        """Return the bytes of a step by what they are."""
+        """Return the bytes of a step by kind."""
         experts = self.moe_layers * expected_hits(self.layer, batch) * expert_bytes(self.layer)
         return {"experts": experts, **self.fixed, "KV cache": batch * self.cache(context), "state": batch * self.state}
 
@@ -182,7 +182,7 @@ def steps() -> list[str]:
 
 
 def beside() -> list[str]:
-    """Return what others have published, beside the floor of the same step."""
+    """Return published figures beside the roofline of the same step."""
     rows = []
     for f in published.FIGURES:
         cells = ["-", "-"]

@@ -30,4 +30,4 @@ MXFP4 = {
         GEOMETRIES["gpt-oss-120b-like"], intermediate_size=2944, format="MXFP4", layout=WeightLayout(hidden_multiple=128)
     ),
 }
-"""As TensorRT-LLM stores them: intermediate size 2880 padded to 2944."""
+"""Layers as TensorRT-LLM stores them: intermediate size 2880 is padded to 2944."""

@@ -6,5 +6,5 @@ from collections.abc import Iterable, Sequence
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a table; an empty one has its titles alone."""
+    """Return the lines of a table. An empty table has only its titles."""
     return [f"| {' | '.join(map(str, cells))} |" for cells in (titles, ["---"] * len(titles), *rows)]

@@ -1,4 +1,4 @@
-"""Which known models the package serves: the table of README.md and docs/models.md, as the rules of ``decision`` answer."""
+"""Tables in README.md and docs/models.md of the known models that the package serves, by the rules of ``decision``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Model:
     shape: LayerShape
     """Sizes are None where no rule depends on them."""
     without: str
-    """What TensorRT-LLM does with them on SM12x without the package."""
+    """What TensorRT-LLM does with these models on SM12x without the package."""
     compressed: str = ""
     """``model_type`` of a compressed-tensors checkpoint; empty for other producers."""
 
@@ -77,7 +77,7 @@ MODELS = (
 
 
 def known(name: str) -> Model | None:
-    """Return the model of this name on the hub."""
+    """Return the model with this name on the hub, or None."""
     return next((model for model in MODELS if name.lower() in map(str.lower, model.names)), None)
 
 

@@ -1,6 +1,6 @@
-"""What the package costs a process that starts, and one that imports it: ``make bench``.
+"""Measure what the package costs a process that starts, and a process that imports it: ``make bench``.
 
-``--baseline COMMIT``, or ``--against FOLDER`` for another checkout: only the host time of a decode call, of both in one run.
+``--baseline COMMIT``, or ``--against FOLDER``, compares only the host time of a decode call with another checkout, in one run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ REPEATS = 100
 
 
 def seconds(code: str) -> float:
-    """Least run time of an interpreter on ``code``."""
+    """Return the least run time of an interpreter on ``code``, in seconds."""
     run = [sys.executable, "-c", code]
     return min(timeit.repeat(lambda: subprocess.run(run, check=True), number=1, repeat=REPEATS))
 
 
 def compare(baseline: str | None, against: Path | None) -> None:
-    """Print what became of the host time of a decode call."""
+    """Print the host time of a decode call, now and before."""
     with nullcontext(against) if against is not None else checked_out(str(baseline)) as other:
         found = compared(other.absolute())
     for name, row in found.items():

@@ -1,6 +1,6 @@
-"""What others have published of whole models on SM12x cards, to stand beside a floor or a run of one's own.
+"""Figures that others published for whole models on SM12x cards, to compare with a roofline or with a new run.
 
-None of it was measured with this package.
+No figure was measured with this package.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ class Published:
     """One figure."""
 
     model: str
-    """As :data:`benchmarks.floor.MODELS` and :data:`benchmarks.on_card.recipes.RECIPES` have it."""
+    """Name in :data:`benchmarks.floor.MODELS` and :data:`benchmarks.on_card.recipes.RECIPES`."""
     card: str
-    """As :data:`benchmarks.floor.CARDS` has it."""
+    """Name in :data:`benchmarks.floor.CARDS`."""
     recipe: str
     concurrency: int | None
     """Requests at a time; None: as many as the server takes."""
     path: str
-    """What computed the experts."""
+    """Backend that computed the experts."""
     metric: str
     value: float
     source: str
@@ -45,5 +45,5 @@ FIGURES: tuple[Published, ...] = (
 
 
 def of(model: str, concurrency: int | None, metric: str | None = None) -> list[Published]:
-    """Figures of a model at a concurrency, of one metric or of all."""
+    """Return a model's figures at a concurrency, for one metric or for all."""
     return [f for f in FIGURES if (f.model, f.concurrency) == (model, concurrency) and metric in (None, f.metric)]

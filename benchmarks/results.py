@@ -1,7 +1,7 @@
-"""One page of results: ``python -m benchmarks.results`` writes docs/results.md and the blocks of other pages.
+"""Write docs/results.md and the blocks of other pages: ``python -m benchmarks.results``.
 
-Of the files that runs wrote, and of nothing else: what has no file is said to be missing.  ``--take FILE ...`` copies what
-benchmarks wrote into docs/ first, without what tells of the machine.
+Every number comes from a file that a run wrote. The page lists missing files. ``--take FILE ...`` first copies files that
+benchmarks wrote into docs/, without details of the machine.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ SOURCES = (
 
 
 def load(docs: Path) -> dict[str, dict[str, Any]]:
-    """What there is, by file; reports of cards as ``on-card/NAME.json``."""
+    """Return the content of the existing files by name. Reports of cards are ``on-card/NAME.json``."""
     names = [source.file for source in SOURCES] + [f"on-card/{path.name}" for path in sorted(docs.glob("on-card/*.json"))]
     return {name: json.loads((docs / name).read_text(encoding="utf-8")) for name in names if (docs / name).exists()}
 
 
 class WrongNumbersError(ValueError):
-    """Kernels computed what is beyond a bound."""
+    """A number that kernels computed is beyond its bound."""
 
 
 def beyond_bounds(found: dict[str, Any]) -> list[str]:
-    """Return a line for each number of a run of ``make device-own`` that is beyond its bound; a missing one (NaN) is.
+    """Return a line for each number of a run of ``make device-own`` that is beyond its bound or missing (NaN).
 
     A mutation must be found: its error is at least 10 times the bound.
     """
@@ -125,13 +125,13 @@ def beyond_bounds(found: dict[str, Any]) -> list[str]:
 
 
 def take(path: Path, docs: Path) -> Path:
-    """Copy what a run wrote; returns where to.
+    """Copy the file of a run into ``docs``. Return the new path.
 
     Raises:
-        ValueError: it is none of the files that are known, or has wrong numbers.
+        ValueError: the file is not one of the known files, or has wrong numbers.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)  # NaN
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)  # NaN to None
         source = next((source for source in SOURCES if source.is_it(found)), None)
         wrong = beyond_bounds(found) if source is not None and source.file == "own-on-hopper.json" else []
         if wrong:
@@ -154,11 +154,11 @@ def take(path: Path, docs: Path) -> Path:
 
 
 _BY_MODEL = {"vllm.json": ("gpu", "layers", ("model", "format")), "served.json": ("card", "models", ("model", "parallel"))}
-"""Files that a run of some models adds to: the key of the card, of the rows, and what names the model of a row."""
+"""Files to which a run of some models adds rows: key of the card, key of the rows, and keys that name a row's model."""
 
 
 def _with_other_models(found: dict[str, Any], earlier: Path) -> dict[str, Any]:
-    """Return a run after the rows of models that it left out, if the file of an earlier one has the same card and versions."""
+    """Return a run with an earlier run's rows of other models before it, if both have the same card and versions."""
     if earlier.name not in _BY_MODEL or not earlier.exists():
         return found
     card, rows, names = _BY_MODEL[earlier.name]
@@ -171,7 +171,7 @@ def _with_other_models(found: dict[str, Any], earlier: Path) -> dict[str, Any]:
 
 
 def _of_a_card(found: dict[str, Any]) -> dict[str, Any]:
-    """Without serial numbers, paths and logs."""
+    """Return a card's report without serial numbers, paths and logs."""
     card = {name: found["card"].get(name) for name in ("card", "versions", "clocks", "python", "cuda_of_torch")}
     card["card"] = {name: value for name, value in card["card"].items() if name != "gpu"}
     card["driver"] = (found["card"].get("nvidia_smi") or [{}])[0].get("driver_version")
@@ -196,7 +196,7 @@ _LAYERS = (
     ("moe-w4a16.json", "Qwen3.6-35B-A3B", "dequantize"),
     ("moe-mxfp4.json", "gpt-oss-120b", "triton_kernels"),
 )
-"""What the short table has of docs/results.md's tables: file, layer and peer, or "" for the bandwidth of a copy."""
+"""Layers of the short table in docs/results.md: file, layer and peer, or "" for the bandwidth of a copy."""
 _WHOSE = {
     "marlin": "vLLM's Marlin, NVFP4",
     "triton_kernels": "OpenAI's triton_kernels, MXFP4",
@@ -205,9 +205,9 @@ _WHOSE = {
 
 
 def gains(found: dict[str, dict[str, Any]], short: bool) -> list[list[str]]:
-    """Return what a user gains, of the files that exist, in the order in which a user asks. ``short``: as the README shows it.
+    """Return what a user gains, from the files that exist, most useful first. ``short``: only the lines of the README.
 
-    A line: what, with the package, otherwise and whose that is, where it was measured, the file.
+    A line has the subject, the value with the package, the value and source of the alternative, the card, and the file.
     """
     lines = _of_cards(found)
     for file, name, peer in _LAYERS[1:2] if short else _LAYERS:
@@ -299,7 +299,7 @@ _INFERRED = """
 
 
 def page(found: dict[str, dict[str, Any]]) -> str:
-    """docs/results.md."""
+    """Return the text of docs/results.md."""
     rows = []
     for source in SOURCES:
         if source.file in found:
@@ -371,7 +371,7 @@ def _where_card(report: dict[str, Any]) -> str:
 
 
 def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
-    """What no file has."""
+    """Return a line for each result that no file has."""
     real = [name for name, report in cards.items() if report["card"]["card"]["capability"][0] == 12]
     lines = []
     if not real:
@@ -390,7 +390,7 @@ def _open(found: dict[str, dict[str, Any]], cards: dict[str, Any]) -> list[str]:
 
 
 def in_short(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the README's table: models served whole, or, if none was, one decode layer; then what SM12x cards measured."""
+    """Return the README's table: models served whole, or else one decode layer, and the measurements on SM12x cards."""
     served = of_served.brief(found["served.json"]) if "served.json" in found else []
     lines = _of_cards(found) if served else gains(found, True)
     return [*served, *([""] if served and lines else []), *(_table(lines, "docs/") if lines or not served else [])]
@@ -404,7 +404,7 @@ def _table(lines: list[list[str]], link: str = "") -> list[str]:
 
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
-    """Return every page that holds figures or tables of the code, as it has to be."""
+    """Return the expected text of every page with generated figures or tables."""
     docs = root / "docs"
     found = load(docs)
     written = {docs / "results.md": page(found)}

@@ -1,9 +1,9 @@
-"""Seconds of a layer's start in vLLM: choice, load and first call, without the package, and a first and a second start with it.
+"""Time a layer's start in vLLM (choice, load and first call) without the package, and its first and second start with it.
 
-``python -m benchmarks.starts OUT`` writes OUT.json, one row a format and start, each a process of its own. The caches are empty
-at a first start and filled at the second. ``choice`` plans and tests what serves until the measurement, ``first call`` waits for
-the other kernels, which are compiled while an engine loads weights (``--loading`` seconds here), and measures. The package's log
-lines have the seconds since the choice began. vLLM must be importable. Hopper counts as SM120.
+``python -m benchmarks.starts OUT`` writes OUT.json, one row per format and start, each from its own process. The caches are empty
+at a first start and filled at the second. ``choice`` plans and tests the kernels that serve until the measurement. ``first call``
+waits for the other kernels, then measures. Those compile while an engine loads weights (``--loading`` seconds here). The
+package's log lines have the seconds since the choice began. vLLM must be importable. Hopper counts as SM120.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STARTS = {"without": {"TRTLLM_B12X": "0"}, "first": {}, "second": {}}
 
 
 def start(form: str, loading: float) -> dict[str, Any]:
-    """Start one layer in this process, and let vLLM choose experts for ``LAYERS`` of its sizes."""
+    """Start one layer in this process, and let vLLM choose experts for ``LAYERS`` layers of its sizes."""
     import torch
 
     from tests.integration.vllm import layers
@@ -80,7 +80,7 @@ def start(form: str, loading: float) -> dict[str, Any]:
                 layers.method_of(form, config)
         row = {"format": form, "experts": method.experts_cls.__name__, "seconds": seconds, "lines": lines}
         if "Sm12x" not in row["experts"] and not gpu:
-            return row  # the CPU cannot run vLLM's own
+            return row  # the CPU cannot run vLLM's own experts
         with phase("load"):
             method, layer = layers.loaded(form, config, stored, method)
         time.sleep(loading)

@@ -1,8 +1,8 @@
-"""Kernels compiled ahead of time: seconds of the processor until all is compiled, and that a server's plans then take.
+"""Measure the CPU seconds to compile all kernels ahead of time, and the CPU seconds of a server's plans afterwards.
 
 ``python -m benchmarks.warmup OUT [CARD ...]`` writes OUT.json for Qwen3-30B-A3B on cards of the list, without a GPU. One process
-compiles into empty caches; a start is a plan from those, on a card that is stood in for, without compilers
-(``tests/warm_start.py``), and what it logs.
+compiles into empty caches. A start then plans from these caches, on a simulated card without compilers
+(``tests/warm_start.py``), and its log is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETS = (("NVFP4", OURS), ("NVFP4", {"b12x": 128}), ("MXFP8", OURS))
 
 
 def compiled(form: str, kernels: str, card: tuple[int, int], variables: dict[str, str]) -> tuple[dict[str, int], float]:
-    """Return the number of kernels by family, and seconds."""
+    """Compile all kernels. Return their number by family, and CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     command = [sys.executable, "-m", "trtllm_b12x", "warmup", *SIZES, "--format", form.lower(), "--jobs", "1", "--json"]
     result = subprocess.run(

@@ -1,6 +1,6 @@
 """Fast decode of quantized mixture-of-experts layers in TensorRT-LLM's CUTLASS backend, on SM120 and SM121."""
 
-TYPE_CHECKING = False  # not from typing: every Python process imports this module
+TYPE_CHECKING = False  # every Python process imports this module, so it does not import typing
 if TYPE_CHECKING:
     from trtllm_b12x.engines.trtllm.status import Status
 
@@ -17,8 +17,8 @@ def install() -> None:
 def explain(model_config: object, override_quant_config: object = None) -> "Resolution":
     """Explain which kernels serve the layers of a ``ModelConfig`` in this process, and why the others do not.
 
-    Printing the result shows every reason with its remedy. ``override_quant_config`` is the quantization of one layer, if it
-    differs. Raise TypeError for anything but a ``ModelConfig``.
+    Printing the result shows every reason with its remedy. ``override_quant_config`` is the quantization of one layer, if the
+    layer differs from the model. Raise TypeError if ``model_config`` is not a ``ModelConfig``.
     """
     from trtllm_b12x.engines.trtllm import describe, machine
 
@@ -36,7 +36,7 @@ def uninstall() -> None:
 
 
 def status() -> "Status":
-    """Return a ``trtllm_b12x.engines.trtllm.status.Status`` on the MoE layers of this process, for people and tests."""
+    """Return the ``trtllm_b12x.engines.trtllm.status.Status`` of the MoE layers in this process."""
     from trtllm_b12x.engines.trtllm import status as registry
 
     return registry.status()

@@ -1,4 +1,4 @@
-"""Entry of the command line. It is ready for Ctrl-C and for every locale before anything large is imported."""
+"""Start the command line. Ctrl-C and every locale are handled before a large module is imported."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ from trtllm_b12x.core.errors import say
 
 def main() -> None:
     """Run ``trtllm-b12x``. Ctrl-C ends it with one line and status 130; text that standard output cannot encode is escaped."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # jobs of a shell may ignore it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's job may ignore SIGINT
         signal.signal(signal.SIGINT, _stop)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Exit at once. An exception could be lost or reported as another in what is being imported."""
+    """Exit at once. A module that is being imported could swallow an exception or raise a different one."""
     say("interrupted")
     os._exit(130)
 

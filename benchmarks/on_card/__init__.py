@@ -1,4 +1,4 @@
-"""Prove it on your card: kernels and whole models, with and without the package, in one report.
+"""Measure kernels and whole models on your card, with and without the package, in one report.
 
-``python -m benchmarks.on_card OUT --model MODEL`` from a checkout, with the Python of TensorRT-LLM; ``--help`` says the rest.
+Run ``python -m benchmarks.on_card OUT --model MODEL`` from a checkout, with the engine's Python; ``--help`` lists the rest.
 """

@@ -20,7 +20,7 @@ from trtllm_b12x.tools.progress import UnusableError
 
 _USUAL = ("Qwen3-30B-A3B", "Nemotron-3-Super", "Qwen3.6-35B-A3B")
 _HOPPER = 9
-"""Compute capability. The package serves it in vLLM only to be measured, where a switch says so."""
+"""Major compute capability. In vLLM the package serves Hopper only for measurements, if TRTLLM_B12X_HOPPER is set."""
 _ALL, _SOME, _NOTHING, _INTERRUPTED = 0, 1, 2, 130
 
 
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_engine() -> str:
-    """Return the engine of this Python."""
+    """Return the default engine of this Python."""
     installed = [name for name, engine in plan.ENGINES.items() if importlib.util.find_spec(engine.module) is not None]
     return "tensorrt-llm" if installed == ["tensorrt-llm"] else "vllm"
 
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(runner: Runner, todo: list[Step], records: dict[str, dict[str, Any]]) -> None:
-    """Into ``records``, step by step."""
+    """Run the steps, and add the record of each step to ``records``."""
     left = sum(step.minutes for step in todo)
     for number, step in enumerate(todo):
         runner.say(f"[{number}/{len(todo)}] {step.minutes:g} of {left:.0f} min: {step.title}")
@@ -162,7 +162,7 @@ def _measure(runner: Runner, todo: list[Step], records: dict[str, dict[str, Any]
 
 
 def _told(step: str, record: dict[str, Any]) -> str:
-    """A step's outcome in a line."""
+    """Return a step's outcome as one line."""
     if record["state"] != DONE:
         return f"not measured: {record['because']}"
     result = record["result"]

@@ -7,7 +7,7 @@ so that batches are the same in every run.
 
 The process imports the engine and nothing of this repository.
 
-Names read in NVIDIA/TensorRT-LLM on 2026-11-24: ``sampling_params.py`` (a98a9061), ``executor/result.py`` (a678b91a),
+Names were read in NVIDIA/TensorRT-LLM on 2026-11-24: ``sampling_params.py`` (a98a9061), ``executor/result.py`` (a678b91a),
 ``llmapi/llm.py`` (4c05a748), ``llmapi/__init__.py`` (5ca85aff), ``_torch/pyexecutor/sampler.py`` (00026bd1), all under
 ``tensorrt_llm``; ``MoeConfig`` in the reference of 1.3.0rc27. vLLM's names: ``entrypoints/llm.py`` of 0.33.0.
 """
@@ -25,7 +25,7 @@ from typing import Any
 def main(request_file: Path, answers_file: Path) -> None:
     request = json.loads(request_file.read_text(encoding="utf-8"))
     here = str(Path(__file__).parent)
-    sys.path[:] = [entry for entry in sys.path if str(Path(entry).absolute()) != here]  # modules such as host.py
+    sys.path[:] = [entry for entry in sys.path if str(Path(entry).absolute()) != here]  # hides modules such as host.py
     with ENGINES[request["engine"]](request) as ask:
         first, second = ([_answer(ask(prompt)) for prompt in request["prompts"]] for _ in "12")
     repeated = [one["tokens"] == other["tokens"] for one, other in zip(first, second, strict=True)]
@@ -42,9 +42,9 @@ def _tensorrt_llm(request: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
     options = {
         name: getattr(llmapi, classes[name])(**value) if name in classes else value for name, value in request["options"].items()
     }
-    # top_k=1 is greedy in every release; a temperature of 0 is only in the newer ones.
+    # top_k=1 is greedy in every release; only newer releases accept a temperature of 0.
     sampling = SamplingParams(max_tokens=request["max_tokens"], top_k=1, logprobs=2)
-    with LLM(request["model"], trust_remote_code=True, **options) as llm:  # as trtllm-bench trusts it
+    with LLM(request["model"], trust_remote_code=True, **options) as llm:  # trtllm-bench trusts remote code, too
         yield lambda prompt: llm.generate(prompt, sampling, use_tqdm=False)
 
 

@@ -42,7 +42,7 @@ IDENTITY = ("name", "uuid", "driver_version", "vbios_version", "memory.total", "
 
 
 def look(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return ``facts`` from a process of its own, so that this one holds no GPU memory. Raise StepError if it fails."""
+    """Return ``facts`` from a separate process, so that this process does not hold GPU memory. Raise StepError if it fails."""
     command = [sys.executable, "-m", "benchmarks.on_card.card"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", check=False)
     try:
@@ -54,7 +54,7 @@ def look(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
-    """Nothing that is not known."""
+    """Return facts about the machine, its GPU and its packages. Unknown facts are left out."""
     import torch
 
     found: dict[str, Any] = {
@@ -75,7 +75,7 @@ def facts() -> dict[str, Any]:
 
 
 def identity(found: dict[str, Any]) -> dict[str, Any]:
-    """What a measurement belongs to."""
+    """Return the card, driver and versions that a measurement belongs to."""
     smi = (found.get("nvidia_smi") or [{}])[0]
     return {
         "card": found.get("card", {}).get("name"),

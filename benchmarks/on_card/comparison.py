@@ -12,7 +12,7 @@ from benchmarks.on_card.recipes import CUTLASS, recipe_for
 
 TPOT = published.TPOT
 NOISE = 0.02
-"""Share of a time. A smaller difference is not called worse."""
+"""Relative slowdown up to which a difference is not called worse."""
 _METRICS = (
     (TPOT, lambda run: run["tpot_ms"]["p50"], "less"),
     (published.TTFT, lambda run: run["ttft_ms"]["p50"], "less"),
@@ -38,7 +38,7 @@ class Row:
     """Values without the package on other backends, by their names."""
     published: str = ""
     same: frozenset[str] = frozenset()
-    """Of these backends, those that the engine chose without the package, too: a second run of the same."""
+    """Backends in ``others`` that the engine also chose without the package, so that they repeat the same run."""
 
     @property
     def change(self) -> float | None:
@@ -60,14 +60,14 @@ class Row:
 
 
 def rows(found: dict[str, Any]) -> list[Row]:
-    """Return what a report has measured of whole models."""
+    """Return a report's measurements of whole models."""
     return [*_bench(found["bench"]), *(row for model in found["served"] for row in served(model))]
 
 
 def worse(row: Row) -> list[str]:
     """Return a line if the model is slower with the package than without it, or than on another backend.
 
-    Of runs of the same without it, it must be slower than the slowest: on a busy host they have differed by 22 %.
+    It must be slower than the slowest of equal runs without the package: on a busy host they have differed by 22 %.
     """
     lines, slowest = [], max if row.better == "less" else min
     again = [value for name, value in row.others.items() if name in row.same]
@@ -110,7 +110,7 @@ def _bench(runs: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def _same(figure: published.Published, load: dict[str, Any]) -> bool:
-    """Lengths as far as the source says them."""
+    """Return whether the load has the lengths that a published figure states."""
     words = figure.recipe.split(", ")
     wanted = {f"{load['input_tokens']} in", f"{load['output_tokens']} out"}
     return all(word in wanted for word in words if word.endswith((" in", " out")))

@@ -1,4 +1,4 @@
-"""Compare a model's greedy answers with and without the package: where they part, and how sure the engine was there."""
+"""Compare a model's greedy answers with and without the package: the first different token, and its margin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.on_card.steps import Runner, StepError
 SCRIPT = Path(__file__).with_name("answers.py")
 MAX_TOKENS = 64
 SMALL = 0.5
-"""Nats. Below it, another order of additions in any layer may choose the other token."""
+"""Margin in nats. Below it, a different order of additions in a layer may choose the other token."""
 _SHOWN = 40
 """Characters of a prompt or an answer in the report."""
 
@@ -60,8 +60,8 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any] |
     """Return the first token that differs, or None.
 
     ``token`` counts from 0. ``margin`` is the difference of the two tokens' log-probabilities in the run without the package,
-    in nats. With ``bound`` it is a lower bound: the engine listed its likeliest tokens, and ours is none of them. None: it
-    listed too few.
+    in nats. If ``bound`` is true, it is a lower bound: our token is not one of the likeliest tokens that the engine listed.
+    ``margin`` is None if the engine listed too few tokens.
     """
     pairs = itertools.zip_longest(ours["tokens"], theirs["tokens"])
     at = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
@@ -82,20 +82,20 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any] |
 
 
 def margin(each: dict[str, Any]) -> str:
-    """Write a difference's margin."""
+    """Format a difference's margin."""
     if each["margin"] is None:
         return "not known"
     return f"{'at least ' if each['bound'] else ''}{each['margin']:.2f} nats"
 
 
 def worst(compared: dict[str, Any]) -> str:
-    """Write the largest margin at which the answers differ."""
+    """Format the largest margin at which the answers differ."""
     parted = compared["differences"]
     return margin(parted[0]) if parted else "none"
 
 
 def section(answers: list[dict[str, Any]]) -> list[str]:
-    """Write the report's lines."""
+    """Return the report's lines on greedy answers."""
     if not answers:
         return []
     rows = []
@@ -127,6 +127,6 @@ def section(answers: list[dict[str, Any]]) -> list[str]:
 
 
 def _code(text: str) -> str:
-    """Quote a model's text for a table's cell: one line, nothing in it is Markdown."""
+    """Quote a model's text for a table's cell: one line without Markdown."""
     line = " ".join(text[:_SHOWN].replace("`", "'").replace("|", r"\|").split())
     return f"`{line}`" if line else "-"

@@ -1,4 +1,4 @@
-"""TensorRT-LLM with and without the package: ``trtllm-bench``, its command line, and what its report says."""
+"""Run TensorRT-LLM with and without the package: ``trtllm-bench``, its command line and its report."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from benchmarks.on_card.steps import Runner, Step, StepError, need_package
 
 COMMAND = "trtllm-bench"
 CONFIGS = ("--config", "--extra_llm_api_options")
-"""One option under two names: the first from 1.3 on."""
+"""Names of one option. TensorRT-LLM 1.3 and later have the first name."""
 _BYTES_OF_A_PARAMETER, _DOWNLOAD = 0.6, 100e6
-"""NVFP4 experts and their block scales, the rest in bfloat16; bytes a second, a guess."""
+"""Bytes per parameter, with NVFP4 experts, their block scales, and the rest in bfloat16; bytes per second, a guess."""
 MAX_SEQ_LEN = 2048
-"""Enough for every greedy prompt; a model's own, up to a million, may not fit the KV cache of a small card."""
+"""Enough for every greedy prompt. A model's own limit, up to a million, may not fit the KV cache of a small card."""
 _B12X = "CuteDslB12x"
-"""How the names of TensorRT-LLM's b12x classes begin (pull request 13773), in its log too."""
+"""Prefix of the names of TensorRT-LLM's b12x classes (pull request 13773), also in its log."""
 
 
 def is_model(model: str) -> bool:
-    """A folder that is there, or a Hugging Face name."""
+    """Return whether ``model`` is an existing folder or a Hugging Face name."""
     return os.path.isdir(model) or re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None
 
 
 def fits(model: str, memory: float | None) -> str:
-    """Say what a model takes of the GPU and of the disk, and how long its download takes.
+    """Return a line on a model's memory on GPU and disk, and on the time of its download.
 
     Args:
         memory: bytes of the GPU; None: unknown.
@@ -62,7 +62,7 @@ def fits(model: str, memory: float | None) -> str:
 
 
 def backends() -> dict[str, str]:
-    """Return what else TensorRT-LLM has for these layers, and why it cannot be measured, or an empty string."""
+    """Return TensorRT-LLM's other backends for these layers, each with the reason why it cannot be measured, or ""."""
     spec = importlib.util.find_spec("tensorrt_llm")
     if spec is None or spec.origin is None:
         return {CUTEDSL: "TensorRT-LLM is not installed in this Python"}
@@ -76,16 +76,16 @@ def look() -> list[Step]:
 
 
 def _look(runner: Runner) -> dict[str, Any]:
-    """Which ``trtllm-bench`` there is, and which options it takes.
+    """Return the path of ``trtllm-bench`` and its options.
 
     Raises:
-        StepError: none, or none that can be asked.
+        StepError: ``trtllm-bench`` is missing, or its help fails.
     """
     need_package(runner)
     path = shutil.which(COMMAND, path=runner.environment.get("PATH"))
     if path is None:
         raise StepError(f"{COMMAND} is not on the path: run this with the environment of TensorRT-LLM, or in its container")
-    # The model is asked for before the help is; it is not loaded.
+    # trtllm-bench requires a model before it prints the help, but does not load the model.
     done = runner.command(COMMAND, [path, "--model", "none", "throughput", "--help"], TRTLLM_B12X="0")
     text = done.log.read_text(encoding="utf-8", errors="replace")
     found = sorted(set(re.findall(r"--[a-z][a-z_]+", text)))
@@ -99,7 +99,7 @@ def layer(geometry: str) -> Step:
 
 
 def _layer(runner: Runner, geometry: str) -> dict[str, Any]:
-    """``trtllm-b12x tune``: the families and TensorRT-LLM's own path in turn, on layers of the installed TensorRT-LLM."""
+    """Run ``trtllm-b12x tune``: the families and TensorRT-LLM's own path in turn, on the installed TensorRT-LLM's layers."""
     g = GEOMETRIES[geometry]
     if g.bias is not None or g.activation not in ("Swiglu", "Relu2"):
         raise StepError("TensorRT-LLM loads no such layer in NVFP4, so there is no path of its own to compare with")
@@ -145,7 +145,7 @@ def answer_options(model: str) -> dict[str, Any]:
 
 
 def throughput(path: str, known: list[str], model: str, recipe: Recipe, load: Load, files: dict[str, Path]) -> list[str]:
-    """The command of one run.
+    """Return the command of one run.
 
     Args:
         model: a Hugging Face name, or a folder.
@@ -163,10 +163,10 @@ def throughput(path: str, known: list[str], model: str, recipe: Recipe, load: Lo
 
 
 def bench(runner: Runner, name: str, model: str, recipe: Recipe, load: Load, with_it: bool, backend: str) -> dict[str, Any]:
-    """One run of ``trtllm-bench``. ``backend`` is the value of ``moe_config.backend``.
+    """Run ``trtllm-bench`` once. ``backend`` is the value of ``moe_config.backend``.
 
     Raises:
-        StepError: it failed, or its report lacks what is asked of it.
+        StepError: the run failed, or its report is incomplete.
     """
     there = runner.result(COMMAND)
     files = {
@@ -192,10 +192,10 @@ def bench(runner: Runner, name: str, model: str, recipe: Recipe, load: Load, wit
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What is used of ``--report_json`` (``ReportUtility.get_statistics_dict``, ms and tokens/s).
+    """Return the values that are used of ``--report_json`` (``ReportUtility.get_statistics_dict``, ms and tokens/s).
 
     Raises:
-        StepError: it has another form.
+        StepError: the report has an unknown layout.
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A model in vLLM: ``benchmarks.served`` with the package, without it, and on the backends that a user may name."""
+"""Serve a model in vLLM: ``benchmarks.served`` with the package, without it, and on the backends that a user may name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.on_card.steps import DONE, Runner, Step, StepError, need_package
 PYTHON = sys.executable
 NOT_INSTALLED = "vLLM is not installed: run this with its Python, or in its container"
 _START_MINUTES = 5
-"""Time of one start with its measurements, estimated. Every side is started twice."""
+"""Estimated minutes of one start with its measurements. Every side is started twice."""
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 LAYERS = ("Qwen3-30B-A3B", "Qwen3.6-35B-A3B")
 """Geometries that ``benchmarks.vllm`` times."""
@@ -27,7 +27,7 @@ BACKENDS = {"marlin": "", "flashinfer_b12x": "flashinfer", "b12x": "b12x"}
 
 
 def backends() -> dict[str, str]:
-    """Return the backends, and why each cannot be measured, or an empty string. vLLM is not imported."""
+    """Return each backend with the reason why it cannot be measured, or an empty string. vLLM is not imported."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return dict.fromkeys(BACKENDS, NOT_INSTALLED)
@@ -58,7 +58,7 @@ def _layer(runner: Runner, geometry: str) -> dict[str, Any]:
     command = [PYTHON, "-m", "benchmarks.vllm", str(folder), "--model", geometry]
     done = runner.command(f"vllm-{geometry}", command)
     file = folder / "vllm.json"
-    if not file.exists():  # it goes on after a layer that fails, and writes after the first row
+    if not file.exists():  # benchmarks.vllm continues after a failed layer, and writes after every row
         raise StepError(f"no layer was measured: {done.log}")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     shutil.rmtree(folder)
@@ -82,7 +82,7 @@ def runs(model: str, requests: Sequence[int], others: Sequence[str]) -> list[Ste
 
 
 def _serve(runner: Runner, name: str, model: str, requests: Sequence[int], others: Sequence[str]) -> dict[str, Any]:
-    """Run ``benchmarks.served``, which goes on where it was interrupted. Exit status 1 says that something was not measured.
+    """Run ``benchmarks.served``, which goes on where it was interrupted. Exit status 1 means that a part was not measured.
 
     Raises:
         StepError: no token count was measured on two sides.
@@ -92,7 +92,7 @@ def _serve(runner: Runner, name: str, model: str, requests: Sequence[int], other
     out = runner.out / "served" / Path(model).name
     local = str(Path(model).absolute()) if Path(model).is_dir() else model
     command = [PYTHON, "-m", "benchmarks.served", str(out), local, "--requests", ",".join(map(str, requests)), "--json"]
-    command += ["--again"] if runner.state(name) == DONE else []  # measured before, and asked for again
+    command += ["--again"] if runner.state(name) == DONE else []  # measured before, so the caller wants it measured again
     for backend in others:
         command += ["--without-backend", backend]
     done = runner.command(name, command, ok=(0, 1))
@@ -107,10 +107,10 @@ def _serve(runner: Runner, name: str, model: str, requests: Sequence[int], other
 
 
 def not_measured(model: dict[str, Any]) -> list[str]:
-    """Return what ``benchmarks.served`` did not measure of a model, with the reasons."""
+    """Return the parts of a model that ``benchmarks.served`` did not measure, with the reasons."""
     return [f"{row['what']}: {row['why']}" for row in model.get("not_measured", [])]
 
 
 def options(model: str) -> dict[str, Any]:
-    """Return options of ``vllm.LLM`` for greedy prompts: little memory and few graphs, no answer from an earlier round."""
+    """Return options of ``vllm.LLM`` for greedy prompts: little memory and few graphs, without prefix caching."""
     return {"max_model_len": MAX_SEQ_LEN, "max_num_seqs": 8, "enable_prefix_caching": False}

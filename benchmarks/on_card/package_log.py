@@ -1,4 +1,4 @@
-"""Read in an engine's log what the package says that it serves."""
+"""Read from an engine's log what the package serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.on_card.steps import StepError
 
 _SERVED = re.compile(r"rank \d+: \d+ of \d+ MoE layers .*|\w+ experts run on trtllm-b12x.*")
-"""The package's line in TensorRT-LLM and in vLLM. The engine writes what stands before it."""
+"""The package's line in TensorRT-LLM and in vLLM. The engine writes the text before it."""
 _SAID = re.compile(r"(?<=\[trtllm_b12x\] \[)\w+\] (.*)|(\w+ experts run on trtllm-b12x.*|vLLM(?:'s \w+)? keeps .*)")
 
 
@@ -16,7 +16,7 @@ def served(log: Path, with_it: bool) -> tuple[list[str], list[str]]:
     """Return the package's lines on what it serves, and all of its lines.
 
     Raises:
-        StepError: it served nothing, or it served though it was switched off.
+        StepError: the package served nothing, or it served although it was switched off.
     """
     text = log.read_text(encoding="utf-8", errors="replace")
     found = [line.strip() for line in dict.fromkeys(_SERVED.findall(text))]

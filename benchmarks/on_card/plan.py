@@ -18,16 +18,16 @@ PYTHON = sys.executable
 
 @dataclass(frozen=True)
 class Engine:
-    """What differs between engines."""
+    """Names and functions that differ between engines."""
 
     title: str
     module: str
     look: Callable[[], list[Step]]
     """Return the steps that the runs of every model need."""
     layer: Callable[[str], Step | None]
-    """Return the step that times our kernels beside the engine's own in a layer of this geometry, if there is one."""
+    """Return the step that times our kernels beside the engine's own kernels in a layer of this geometry, or None."""
     runs: Callable[[str, Sequence[int], Sequence[str]], list[Step]]
-    """Return the steps that time a model: with so many requests at a time (empty: all), and on these backends without us."""
+    """Return the steps that time a model: at these numbers of requests at a time (empty: all), and on these other backends."""
     requests: Callable[[str], set[int]]
     """Return the numbers of requests at a time that a model can be measured with."""
     options: Callable[[str], dict[str, Any]]
@@ -53,7 +53,7 @@ def steps(
 
     Args:
         engine: name in ``ENGINES``.
-        requests: only the runs with so many requests at a time; empty: all.
+        requests: numbers of requests at a time to run; empty: all.
         vllm: folder with parts of vLLM's wheel; empty: the installed vLLM.
     """
     in_engine = ENGINES[engine]
@@ -81,7 +81,7 @@ def _answers(engine: str, model: str, with_it: bool) -> Step:
 
 
 def _doctor(runner: Runner) -> dict[str, Any]:
-    """Exit status 1 says that no kernel will serve, which is an answer."""
+    """Run ``doctor``. Exit status 1 means that no kernel will serve, which is a valid result."""
     done = runner.command("doctor", [PYTHON, "-m", "trtllm_b12x", "doctor", "--json"], ok=(0, 1))
     text = done.log.read_text(encoding="utf-8", errors="replace")
     start, end = text.find("\n{"), text.rfind("\n}")
@@ -93,7 +93,7 @@ def _doctor(runner: Runner) -> dict[str, Any]:
 
 
 def _kernels(runner: Runner, geometry: str, vllm: str) -> dict[str, Any]:
-    """Run ``benchmarks.peers`` as a user would. Exit status 1 says that some kernel was not measured."""
+    """Run ``benchmarks.peers`` as a user would. Exit status 1 means that a kernel was not measured."""
     file = runner.path(f"kernels-{geometry}", ".peers.json")
     file.unlink(missing_ok=True)
     command = [PYTHON, "-m", "benchmarks.peers", str(file), "--geometry", geometry, *(["--vllm", vllm] if vllm else [])]

@@ -1,4 +1,4 @@
-"""32 prompts of :mod:`benchmarks.on_card.greedy`: facts, code, arithmetic, languages, formats and a long one."""
+"""32 prompts of :mod:`benchmarks.on_card.greedy`: facts, code, arithmetic, languages, formats and a long prompt."""
 
 PROMPTS = (
     # Short facts.
@@ -37,7 +37,7 @@ PROMPTS = (
     # Formats.
     'Return JSON with the keys "name", "year" and "country" for the first three Olympic Games of the modern era:\n[',
     "Write a limerick about a compiler that never finishes:\n",
-    # A long one: its prefill has more tokens than a decode call.
+    # A long prompt, whose prefill has more tokens than a decode call.
     "Minutes of the meeting of the harbor board, March 3.\n"
     "The board heard a report on the state of the eastern breakwater. The engineer, Ms. Okafor, said that the storm of "
     "January 12 moved eleven of the outer blocks and opened a gap of about four meters near the light. Divers found that "

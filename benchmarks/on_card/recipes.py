@@ -1,6 +1,6 @@
-"""What is asked of ``trtllm-bench``: the recipes of published figures, data sets and options.
+"""Runs of ``trtllm-bench``: recipes of published figures, data sets and options.
 
-Read in TensorRT-LLM: ``bench/benchmark/throughput.py`` (56851033 of 1.2, 000a01de), ``bench/dataclasses/configuration.py``
+Sources in TensorRT-LLM: ``bench/benchmark/throughput.py`` (56851033 of 1.2, 000a01de), ``bench/dataclasses/configuration.py``
 (2787769c), ``bench/utils/data.py`` (04276b44), ``bench/dataset/utils.py`` (04b5d973), ``bench/dataclasses/reporting.py``
 (02499765), ``docs/source/developer-guide/perf-overview.md`` (585c7565), the commands' reference of 1.3.0rc26.
 """
@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import Any
 
 CUTLASS, CUTEDSL = "CUTLASS", "CUTEDSL"
-"""Values of ``moe_config.backend``. CUTEDSL brings TensorRT-LLM's own b12x class from pull request 13773 on."""
+"""Values of ``moe_config.backend``. From pull request 13773 on, CUTEDSL selects TensorRT-LLM's own b12x class."""
 _FIRST_ID, _LAST_ID = 1_000, 100_000
-"""Ids of prompts: no special tokens below or above in any vocabulary that a recipe names (the smallest has 131,072)."""
+"""Range of prompt ids. It has no special tokens in the vocabularies of the recipes' models (the smallest has 131,072)."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One run: how many requests, how long, how many at a time."""
+    """One run: number of requests, their lengths, and requests at a time."""
 
     input_tokens: int
     output_tokens: int
     requests: int
     concurrency: int | None
-    """None: all at once."""
+    """Requests at a time; None: all at once."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Of the LLM API, beyond those of :func:`options`."""
+    """Options of the LLM API, besides those of :func:`options`."""
     max_num_tokens: int | None = 4096
     cache: float = 0.5
-    """Of the memory that weights leave, for the KV cache: enough for a few sequences, and a DGX Spark shares it with its CPU."""
+    """KV cache's share of the memory that weights leave: enough for a few sequences. A DGX Spark shares memory with its CPU."""
     minutes: float = 5
 
     @property
@@ -47,10 +47,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is run of a model."""
+    """Runs of a model."""
 
     model: str
-    """As :mod:`benchmarks.published` names it; "" for any other."""
+    """Name in :mod:`benchmarks.published`; "" for other models."""
     hf_name: str
     matches: tuple[str, ...]
     loads: tuple[Load, ...]
@@ -66,13 +66,13 @@ RECIPES: tuple[Recipe, ...] = (
         "Nemotron-3-Super",
         "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
         ("nemotron-3-super",),
-        _decode(1, 4, 8),  # the first run is pull request 13773's
+        _decode(1, 4, 8),  # the first run is from pull request 13773
     ),
     Recipe(
         "Qwen3.6-35B-A3B",
         "nvidia/Qwen3.6-35B-A3B-NVFP4",
         ("qwen3.6-35b-a3b",),
-        # The first three are pull request 15851's, whose input length is not known: 1024 here.
+        # The first three are from pull request 15851. It does not state the input length, which is 1024 here.
         _decode(1, 4, 8, input_tokens=1024, output_tokens=128, options=_FP8_CACHE, minutes=3) + _decode(1),
     ),
     Recipe(
@@ -81,7 +81,7 @@ RECIPES: tuple[Recipe, ...] = (
         ("qwen3-30b-a3b",),
         (
             *_decode(1, 4, 8),
-            # The performance overview's, CUDA graphs up to 512 sequences.
+            # From the performance overview, with CUDA graphs up to 512 sequences.
             Load(
                 1024,
                 1024,
@@ -99,17 +99,17 @@ RECIPES: tuple[Recipe, ...] = (
     ),
 )
 OTHER = Recipe("", "", (), _decode(1, 4, 8))
-"""Of a model for which no figure is published: the recipe of pull request 13773."""
+"""Recipe of a model without published figures, from pull request 13773."""
 
 
 def recipe_for(model: str) -> Recipe:
-    """By the name of a model, or of its folder."""
+    """Return the recipe by the name of a model, or of its folder."""
     name = Path(model).name.lower()
     return next((recipe for recipe in RECIPES if any(part in name for part in recipe.matches)), OTHER)
 
 
 def options(load: Load, backend: str = CUTLASS) -> dict[str, Any]:
-    """Of the LLM API: the backend, no reuse of the KV cache, CUDA graphs at the concurrency."""
+    """Return options of the LLM API: the backend, no reuse of the KV cache, CUDA graphs at the concurrency."""
     found: dict[str, Any] = {
         "moe_config": {"backend": backend},
         "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": load.cache},
@@ -124,12 +124,12 @@ def options(load: Load, backend: str = CUTLASS) -> dict[str, Any]:
 
 
 def _graphs(concurrency: int | None) -> list[int]:
-    """Every count that a batch passes through on its way to the last request."""
+    """Return the batch sizes of CUDA graphs: ``concurrency``, and smaller powers of two up to 8."""
     return sorted({*(2**i for i in range(4) if 2**i <= (concurrency or 1)), concurrency or 1})
 
 
 def write_dataset(path: Path, load: Load, vocabulary: int | None, seed: int = 420) -> None:
-    """One request a line; random tokens, made without a tokenizer and without a network."""
+    """Write one request per line, of random tokens. No tokenizer and no network are needed."""
     last = min(_LAST_ID, vocabulary or _LAST_ID)
     draw = random.Random(seed)
     lines = []
@@ -142,7 +142,7 @@ def write_dataset(path: Path, load: Load, vocabulary: int | None, seed: int = 42
 
 
 def vocabulary_of(model: str) -> int | None:
-    """Of a folder's config.json."""
+    """Return the vocabulary size in a folder's config.json, or None."""
     try:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

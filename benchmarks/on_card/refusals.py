@@ -16,9 +16,9 @@ from trtllm_b12x.tools.options import opened, shapes_in
 def refusal(model: str, engine: str) -> str:
     """Return why a comparison would compare nothing, or an empty string. Raise UnusableError if a folder cannot be read.
 
-    A folder is read as ``doctor --checkpoint`` reads it. Of names on the hub only those of ``benchmarks.models`` are known, as
-    TensorRT-LLM serves them. vLLM also serves checkpoints that TensorRT-LLM does not load. What this machine lacks is left to the
-    step ``doctor``.
+    A folder is read as ``doctor --checkpoint`` reads it. Of names on the hub, only those in ``benchmarks.models`` are known, as
+    TensorRT-LLM serves them. vLLM also serves checkpoints that TensorRT-LLM does not load. The step ``doctor`` reports what this
+    machine lacks.
     """
     vllm = engine == "vllm"
     if not Path(model).is_dir():

@@ -20,7 +20,7 @@ _PLOT = "kernels.png"
 _ISSUE_VERSIONS = ("trtllm-b12x", "tensorrt-llm", "vllm", "flashinfer-python", "nvidia-cutlass-dsl", "torch", "triton")
 _IN_VLLM = ("ours us", "marlin us")
 _HELD = 0.9
-"""Of the highest clock: a card that holds less under load was throttled, or is in a slow state."""
+"""Share of the highest clock. A card that holds less under load was throttled, or is in a slow state."""
 
 
 def write(
@@ -31,7 +31,7 @@ def write(
     records: dict[str, dict[str, Any]],
     engine: str,
 ) -> dict[str, Any]:
-    """Write the files. Return what report.json holds. ``engine`` is empty where no model was asked for."""
+    """Write the files. Return the content of report.json. ``engine`` is empty if no model was requested."""
     done = {name: record for name, record in records.items() if record["state"] == DONE}
     lacking = [
         {"step": s.name, "title": s.title, "because": records.get(s.name, {}).get("because", "the run was interrupted before it")}
@@ -90,12 +90,12 @@ def _bench(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _served(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a model of ``benchmarks.served``, by the name that it was asked for."""
+    """Return a model's result from ``benchmarks.served``, under the name that the user gave."""
     return {**record["result"]["served"], "model": record["asked"]["model"], "clocks": record["result"]["clocks"]}
 
 
 def _answers(done: dict[str, Any]) -> list[dict[str, Any]]:
-    """Compare the answers of each model that was asked with and without the package."""
+    """Compare the answers of each model that ran with and without the package."""
     by: dict[str, dict[bool, dict[str, Any]]] = {}
     for name, record in done.items():
         if name.startswith("answers-"):
@@ -198,7 +198,7 @@ def _number(value: float | None) -> str:
 
 
 def _kernels(found: dict[str, Any]) -> list[str]:
-    """Return each layer's times, those of ``benchmarks.peers`` and those of ``tune``."""
+    """Return each layer's times from ``benchmarks.peers``, ``tune`` and ``benchmarks.vllm``."""
     lines: list[str] = []
     for name, result in found["kernels"].items():
         results = result["peers"]
@@ -220,7 +220,7 @@ def _kernels(found: dict[str, Any]) -> list[str]:
 
 
 def _clocks(found: dict[str, Any]) -> list[str]:
-    """What the card's clocks were, alone and under load."""
+    """Return the card's clocks before the run and under load."""
     rows = [[name, value] for name, value in (found["card"].get("clocks") or [{}])[0].items()]
     none = ["nvidia-smi gives no clocks here (WSL2, GB10 and some drivers hide them)."]
     lines = ["## Clocks", "", *(table(("before the run", ""), rows) if rows else none), ""]

@@ -1,4 +1,4 @@
-"""Steps of a run: each writes one file, is asked for once, and may fail without the others."""
+"""Steps of a run: each step writes one file, runs once, and may fail without stopping the others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DONE, FAILED = "done", "failed"
 _SAMPLED = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 _EVERY_S = 10.0
 _UNKNOWN = {"", "n/a", "not supported", "not available", "unknown", "unknown error", "err!"}
-"""What nvidia-smi writes, with brackets or without, for a field that it does not know (WSL2, GB10, older drivers)."""
+"""Values that nvidia-smi writes, with brackets or without, for an unknown field (WSL2, GB10, older drivers)."""
 _TEXT = {"name", "uuid", "driver_version", "vbios_version"}
 """Fields that stay text: as a number, driver 581.80 would be 581.8."""
 _LAST_LINES = 15
 
 
 class StepError(Exception):
-    """What cannot be measured, why, and what would mend it: a line for the report."""
+    """Line for the report: what cannot be measured, why, and what would fix it."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Step:
     """One thing to measure."""
 
     name: str
-    """Also its file's."""
+    """Name of the step and of its file."""
     title: str
     asked: dict[str, Any]
-    """All that its result depends on; another asks for it anew."""
+    """Inputs that the result depends on. If they change, the step is measured again."""
     measure: Callable[[Runner], Any]
     minutes: float
-    """Estimated."""
+    """Estimated minutes."""
     needs: tuple[str, ...] = ()
-    """Steps without which there is nothing to do."""
+    """Steps that must have succeeded before."""
 
 
 @dataclass
@@ -54,19 +54,19 @@ class Runner:
 
     out: Path
     timeout_s: float
-    """Of one command."""
+    """Limit of one command, in seconds."""
     say: Callable[[str], None] = print
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     on: dict[str, Any] = field(default_factory=dict)
-    """Card and versions: results of others are measured anew."""
+    """Card and versions. Results of a different card or version are measured again."""
     gpu: str = ""
-    """As ``nvidia-smi`` names the one that is measured; "" for the first."""
+    """Measured GPU as ``nvidia-smi`` names it; "" for the first GPU."""
 
     def path(self, name: str, suffix: str = ".json") -> Path:
         return self.out / "steps" / f"{name}{suffix}"
 
     def stored(self, step: Step) -> dict[str, Any] | None:
-        """What an earlier run has measured of exactly this, on this."""
+        """Return an earlier run's record of exactly this step on this card, or None."""
         try:
             found: dict[str, Any] = json.loads(self.path(step.name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -75,7 +75,7 @@ class Runner:
         return found if same and found.get("state") == DONE else None
 
     def result(self, name: str) -> Any:
-        """Of a step that this run has done, else of an earlier one."""
+        """Return the result of a step, from this run or else from an earlier run."""
         return json.loads(self.path(name).read_text(encoding="utf-8"))["result"]
 
     def state(self, name: str) -> str:
@@ -86,24 +86,24 @@ class Runner:
             return ""
 
     def run(self, step: Step) -> dict[str, Any]:
-        """Measure and write; an interruption writes nothing and goes on to the caller."""
+        """Measure a step and write its record. An interruption writes nothing and propagates to the caller."""
         started = time.time()
         record: dict[str, Any] = {"name": step.name, "title": step.title, "asked": step.asked, "on": self.on, "started": started}
         try:
             record |= {"state": DONE, "result": step.measure(self)}
         except StepError as error:
             record |= {"state": FAILED, "because": str(error)}
-        except Exception as error:  # a defect of ours must not cost the owner of the card the other steps
+        except Exception as error:  # a defect of ours must not stop the other steps
             record |= {"state": FAILED, "because": f"{type(error).__name__}: {error}"}
         record["seconds"] = round(time.time() - started, 1)
         write_json(self.path(step.name), record)
         return record
 
     def command(self, name: str, command: Sequence[str], ok: Sequence[int] = (0,), **environment: str) -> Finished:
-        """Run to its end, standard error and output together into ``name``.log, watching the GPU's clocks.
+        """Run a command to its end, with standard output and error in ``name``.log, and sample the GPU's clocks.
 
         Raises:
-            StepError: it cannot be started, takes too long, or ends with another status than ``ok``.
+            StepError: the command cannot be started, takes too long, or ends with a status that is not in ``ok``.
         """
         log = self.path(name, ".log")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class Runner:
                     stderr=subprocess.STDOUT,
                     env=self.environment | environment,
                     cwd=ROOT,  # where ``benchmarks`` is
-                    start_new_session=True,  # its workers go with it
+                    start_new_session=True,  # so that its workers end with it
                 )
             except OSError as error:
                 raise StepError(f"{command[0]} cannot be started: {error.strerror}") from None
@@ -147,11 +147,11 @@ class Runner:
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that came to its end."""
+    """A command that has ended."""
 
     log: Path
     clocks: dict[str, dict[str, float]]
-    """Least, median and most of what the GPU said meanwhile; empty where nobody asked or it said nothing."""
+    """Least, median and most of each value that nvidia-smi reported meanwhile; empty without samples."""
 
 
 def need_package(runner: Runner) -> None:
@@ -168,7 +168,7 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """With all that it started."""
+    """End a command and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
         _wait(child, 10.0)
@@ -177,16 +177,16 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def gpu_state(fields: Sequence[str], gpu: str = "") -> list[dict[str, Any]]:
-    """Ask ``nvidia-smi`` for one GPU or for each. Numbers are float.
+    """Query ``nvidia-smi`` for one GPU or for all GPUs. Numbers are float.
 
-    A field that it does not know is left out. Empty if it is missing, fails or lists no GPU.
+    Unknown fields are left out. The list is empty if ``nvidia-smi`` is missing, fails or lists no GPU.
     """
     query = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *([f"--id={gpu}"] if gpu else [])]
     try:
         done = subprocess.run([smi_program() or "nvidia-smi", *query], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    if done.returncode:  # a field that this driver does not have: ask for each alone
+    if done.returncode:  # this driver lacks a field: query each field separately
         if len(fields) == 1:
             return []
         apart = [gpu_state([one], gpu) for one in fields]
@@ -231,5 +231,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As it comes back from a file."""
+    """Return a value as JSON reads it back from a file."""
     return json.loads(json.dumps(value))

@@ -1,1 +1,1 @@
-"""Whole MoE layers timed beside other kernels for the same experts: ``python -m benchmarks.peers OUT``."""
+"""Time whole MoE layers beside other kernels for the same experts: ``python -m benchmarks.peers OUT``."""

@@ -3,9 +3,9 @@
 ``python -m benchmarks.peers OUT`` on a GPU of capability 8.0 or newer (8.9 for MXFP8) writes OUT.json, OUT.md and, with
 matplotlib, OUT.png. The defaults take at most 9 minutes; ``--help`` lists the rest.
 
-Marlin and triton_kernels are vLLM's: the installed one, or parts of its wheel, which ``--parts WHEEL FOLDER`` takes out and
-``--vllm FOLDER`` uses. Bytes are what must be read once: codes and scales of the experts that are hit. The bandwidth is that of a
-copy in the same run, read plus written. TensorRT-LLM's own CUTLASS is measured by ``trtllm-b12x tune``.
+Marlin and triton_kernels come from the installed vLLM, or from parts of its wheel: ``--parts WHEEL FOLDER`` extracts the parts,
+``--vllm FOLDER`` uses them. Bytes are the codes and scales of the experts that are hit, each read once. A copy in the same run
+measures the bandwidth, read plus written. ``trtllm-b12x tune`` measures TensorRT-LLM's own CUTLASS.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def measure_ours(
 
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what every number depends on."""
+    """Return the conditions that every number depends on, and empty lists of results."""
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", "")
     copy = copy_bandwidth()
     state = next(iter(gpu_state(("driver_version", "clocks.sm", "clocks.mem"), f"GPU-{uuid}" if uuid else "")), {})
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace, results: dict[str, Any], deadline: float) -
                 for line in measure_ours(options, name, part, layers, results["copy"], deadline):
                     results["lines"].append(line)
                     print(" | ".join(pages.row(line)), "WRONG" if line["error"] > BOUND else "", flush=True)
-            except Exception as error:  # one kernel's fault must not cost the others
+            except Exception as error:  # one kernel's failure must not stop the others
                 results["not_measured"].append(f"ours, {name}, {part}: {_reason(error)}")
                 print(results["not_measured"][-1], flush=True)
             yield
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace, results: dict[str, Any], deadline: float) -
                         print(f"{peer}, {name}: {found}", flush=True)
                         if time.monotonic() > deadline and found["tokens"] != counts[-1]:
                             raise TimeoutError(f"stopped after {found['tokens']} tokens; --seconds gives it longer")
-                except Exception as error:  # the peer's own fault
+                except Exception as error:  # a failure of the peer
                     why = _reason(error)
                 if why:
                     results["not_measured"].append(f"{peer}, {name}: {why}")

@@ -1,7 +1,7 @@
-"""Experts written out in bfloat16 at every call, then multiplied: what TensorRT-LLM does with W4A16_NVFP4 under CUTLASS on SM12x.
+"""Dequantize experts to bfloat16 at every call, then multiply, as TensorRT-LLM does for W4A16_NVFP4 under CUTLASS on SM12x.
 
-A Triton kernel writes the experts that the call routes to, as ``triton_dequant_nvfp4.py`` of TensorRT-LLM (2026) does, into
-memory for all of them. ``torch._grouped_mm`` stands in for its CUTLASS. Routes are sorted outside of the time.
+A Triton kernel writes the experts that the call routes to into memory for all experts, as ``triton_dequant_nvfp4.py`` of
+TensorRT-LLM (2026) does. ``torch._grouped_mm`` stands in for TensorRT-LLM's CUTLASS. Sorting the routes is not timed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def write_experts(  # type: ignore[no-untyped-def]
 
 
 class DequantizedLayer:
-    """One layer's weights, which the layers of a run write out into the same memory."""
+    """One layer's weights. All layers of a run are dequantized into the same memory."""
 
     def __init__(self, layer: Layer, memory: tuple[torch.Tensor, torch.Tensor]) -> None:
         g = self.geometry = layer.geometry

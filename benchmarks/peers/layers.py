@@ -1,7 +1,7 @@
-"""What every kernel is given, and how one of other makers is timed.
+"""Draw the inputs of every kernel, and time other makers' kernels.
 
-A captured graph cycles through layers with weights of their own, as many as put four times the L2 cache between two uses of one,
-so no weight is read from the cache. All kernels see the same x, ids and router weights.
+A captured graph cycles through layers with separate weights. Between two uses of a layer it reads four times the L2 cache, so no
+weight comes from the cache. All kernels see the same x, ids and router weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPLAYS = 9
 _COLD = 4
 """Bytes that other layers' calls read between two uses of a layer, in multiples of the L2 cache."""
 _ROUTINGS = 2
-"""Calls of a layer in a graph, each with routes of its own."""
+"""Calls of a layer in a graph, each with its own routes."""
 LIMIT = 7.0
 """Limit of gpt-oss's SwiGLU, the same for every expert: Marlin and triton_kernels take one number."""
 
@@ -93,12 +93,12 @@ class Peer:
     lacks: Callable[..., str]
     """Function of the geometry and vLLM's folder to the reason why the peer cannot be measured, or ""."""
     note: str
-    """How its calls differ from ours, for the page."""
+    """How the peer's calls differ from our calls, for the page."""
     layers: Callable[[Geometry, Sequence[Any]], list[Any]]
-    """Function of the geometry and our layers to as many of the peer.
+    """Function of the geometry and our layers to the same number of the peer's layers.
 
-    Each has ``expert_bytes`` of codes and scales, ``prepare`` of x, ids and router weights, which is not timed, ``output`` of
-    what that returns, ``(T, H)``, and ``expected``: float32, of dequantized weights and activations that are not quantized.
+    Each has ``expert_bytes`` (codes and scales) and three functions. ``prepare(x, ids, router_weights)`` is not timed, ``output``
+    maps its result to ``(T, H)``. ``expected`` computes in float32 with dequantized weights and unquantized activations.
     """
 
 

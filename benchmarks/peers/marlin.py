@@ -1,6 +1,6 @@
 """vLLM's Marlin on NVFP4 and MXFP4 experts, W4A16: its libraries' operators, called as vLLM calls them for a whole layer.
 
-A call is the sorting of routes, FC1, the activation, FC2 with the router weights, and the sum over routes. Sizes that Marlin's
+A call sorts routes and runs FC1, the activation, FC2 with the router weights, and the sum over routes. Sizes that Marlin's
 tiles do not divide are padded as vLLM pads gpt-oss (hidden size to 256, intermediate size to 128), and a call then pads x.
 
 Read in vLLM 0.22.1: ``fused_moe/experts/marlin_moe.py`` (calls and block sizes), ``fused_moe/activation.py``,
@@ -25,9 +25,9 @@ FLOAT4_E2M1F = 2 | 1 << 8 | 1 << 16 | 1 << 49
 """Number of the type: 2 exponent bits, 1 mantissa bit, signed, finite values only."""
 _OPERATORS = ("moe_wna16_marlin_gemm", "moe_align_block_size", "moe_sum")
 _EARLIER = {"g_idx_or_none": None, "perm_or_none": None, "is_full_k": True}
-"""Arguments of the product in vLLM 0.22.1. In 0.33.0 it does not have them."""
+"""Arguments that the product has in vLLM 0.22.1 and does not have in 0.33.0."""
 _BLOCKS_PER_SM = 4
-"""Size of the workspace that a layer of experts gets."""
+"""Entries per SM in the workspace of a layer of experts."""
 
 
 def lacks(geometry: Geometry, vllm: Path | None) -> str:
@@ -42,12 +42,12 @@ def lacks(geometry: Geometry, vllm: Path | None) -> str:
 
 
 class Matrix(NamedTuple):
-    """One product's weights of all experts, K inputs and N outputs, in Marlin's order."""
+    """Weights of one product for all experts, K inputs and N outputs, in Marlin's order."""
 
     codes: torch.Tensor
     """``(E, K / 16, 2 * N)`` int32."""
     scales: torch.Tensor
-    """``(E, K / 16, N)`` float8_e4m3fn that holds 5 exponent and 3 mantissa bits; of MXFP4 ``(E, K / 32, N)`` float8_e8m0fnu."""
+    """``(E, K / 16, N)`` float8_e4m3fn that holds 5 exponent and 3 mantissa bits; in MXFP4 ``(E, K / 32, N)`` float8_e8m0fnu."""
     global_scales: torch.Tensor | None
     """``(E,)`` float32."""
     bias: torch.Tensor | None
@@ -69,7 +69,7 @@ def codes_in_tiles(weight: torch.Tensor) -> torch.Tensor:
 
 
 def scales_in_order(scales: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Reorder scales ``(E, N, K / 16)`` float8_e4m3fn of 0 or more; return ``(E, K / 16, N)`` and the factor in them.
+    """Reorder nonnegative scales ``(E, N, K / 16)`` float8_e4m3fn; return ``(E, K / 16, N)`` and the factor in them.
 
     The kernel reads 5 exponent and 3 mantissa bits, the upper ones of ``scale * factor * 2**7`` in float16 without its sign. The
     factor, a power of two, uses the range of E4M3.
@@ -118,16 +118,16 @@ def rows(geometry: Geometry, values: torch.Tensor, intermediate: int) -> torch.T
 def matrix(
     codes: torch.Tensor, scales: torch.Tensor, scale_2: torch.Tensor, bias: torch.Tensor | None, weighted: bool = False
 ) -> Matrix:
+    """Convert one product's tensors to Marlin's order.
+
+    ``weighted``: the call multiplies by router weights. The kernel of vLLM 0.22.1 then multiplies by the global scale after it
+    adds the bias, so the bias is divided by that scale.
     """
-    Args:
-        weighted: the call multiplies by router weights. The kernel of vLLM 0.22.1 then multiplies by the global scale after it
-            adds the bias, so the bias is divided by it.
-    """
-    if scales.shape[2] * 16 == codes.shape[2]:  # MXFP4: a scale for 32 codes, of two a byte
+    if scales.shape[2] * 16 == codes.shape[2]:  # MXFP4: one scale per 32 codes, two codes per byte
         powers = _of_threads(scales.transpose(1, 2)).contiguous().view(torch.float8_e8m0fnu)
         return Matrix(codes_in_tiles(codes), powers, None, None if bias is None else bias_in_order(bias.bfloat16()))
     ordered, factor = scales_in_order(scales.view(torch.float8_e4m3fn))
-    # bfloat16's exponent bias less E2M1's, less the 2**7 of the block scales
+    # exponent bias of bfloat16 minus that of E2M1, minus 7 for the 2**7 in the block scales
     global_scales = scale_2.float() * 2.0 ** (126 - 7) / factor
     if bias is not None and weighted:
         bias = bias.float() / global_scales.unsqueeze(1)
@@ -135,7 +135,7 @@ def matrix(
 
 
 class MarlinLayer:
-    """Weights of one layer for Marlin, made of ours."""
+    """One layer's weights for Marlin, converted from our layer."""
 
     def __init__(self, layer: Layer, workspace: torch.Tensor) -> None:
         g = self.geometry = layer.geometry

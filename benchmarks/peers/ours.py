@@ -36,7 +36,7 @@ SPLITS: dict[str, tuple[int, int]] = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1
 MOST_CHECKED = 4096
 """Largest token count that is compared with the reference."""
 BOUND = 0.004
-"""Relative L2 from the reference in torch."""
+"""Bound on the relative L2 from the reference in torch."""
 
 
 def split(geometry: Geometry, tp: int, ep: int) -> Geometry:
@@ -71,7 +71,7 @@ class Layers:
 
 
 def measure(layers: Layers, whole: Geometry, tokens: int, bandwidth: float) -> dict[str, Any]:
-    """Measure a call in the kernel's fastest form, whose tiles are ``form``.
+    """Measure a call of the kernel's fastest variant, whose tiles are ``form``.
 
     ``megabytes`` are codes and scales of the experts that are hit, ``fraction`` is the share of the copy bandwidth, ``host_us``
     the host time outside graphs. ``error`` is the relative L2 from the kernel's reference in torch. The reference is in float32

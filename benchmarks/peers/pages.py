@@ -1,4 +1,4 @@
-"""OUT.md of the numbers in OUT.json, and its tables in reports of ``benchmarks.on_card``."""
+"""Render the numbers in OUT.json as OUT.md, and as tables in reports of ``benchmarks.on_card``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def label(peer: str, line: dict[str, Any]) -> str:
 
 
 def row(line: dict[str, Any], peer: str = "") -> list[str]:
-    """Return the cells of one line, a peer's or ours."""
+    """Return the cells of one line, measured on a peer or on our kernels."""
     name = label(peer, line) if peer else f"ours, `{line['kernel']}`"
     part = "" if line.get("split", "TP1") == "TP1" else f", {line['split']}"
     return [line["geometry"] + part, str(line["tokens"]), name, *(number(line.get(key), n) for key, n in _DIGITS.items())]
@@ -39,7 +39,7 @@ def every_kernel(results: dict[str, Any]) -> list[str]:
 
 
 def whole_layers(results: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return our decode lines of whole layers, by layer and token count: of the faster kernel."""
+    """Return our decode lines of whole layers, by layer and token count, each for the faster kernel."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for line in sorted(results["lines"], key=lambda line: float(line["us"]), reverse=True):
         if line["split"] == "TP1" and line["kernel"] in DECODE:

@@ -31,7 +31,7 @@ def take(wheel: Path, folder: Path) -> None:
     """Unpack the parts of a wheel into ``folder``.
 
     Raises:
-        ValueError: the file is no wheel, or a part is not in it.
+        ValueError: the file is not a wheel, or a part is missing.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -47,7 +47,7 @@ def take(wheel: Path, folder: Path) -> None:
 
 
 def find(folder: Path | None) -> Path | None:
-    """Return the package folder ``vllm`` in ``folder``, by default the installed one; None if there is none.
+    """Return the package folder ``vllm`` in ``folder``, by default of the installed vLLM; None without vLLM.
 
     Raises:
         ValueError: ``folder`` has no folder ``vllm``.
@@ -90,6 +90,6 @@ def load_triton_kernels(vllm: Path) -> str:
     try:
         for name in ("matmul_ogs", "routing", "swiglu", "tensor", "tensor_details.layout"):
             importlib.import_module(f"triton_kernels.{name}")
-    except Exception as error:  # it may not fit this Triton
+    except Exception as error:  # triton_kernels may not fit this Triton
         return f"triton_kernels does not import: {type(error).__name__}: {error}"
     return ""

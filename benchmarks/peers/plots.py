@@ -1,4 +1,4 @@
-"""OUT.png of the numbers in OUT.json, and of reports of ``benchmarks.on_card``, where matplotlib is installed."""
+"""Plot OUT.json, and reports of ``benchmarks.on_card``, as PNG if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLES = (("#1f5fbf", "o", 2.8), ("#d9480f", "s", 1.8), ("#2b8a3e", "^", 1.8), 
 
 
 def curves(results: dict[str, Any]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return microseconds of whole layers up to 256 tokens, by layer and kernel, of a file of peers or of a card's report."""
+    """Return microseconds of whole layers up to 256 tokens, by layer and kernel, from a file of peers or from a card's report."""
     found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     if "kernels" in results:
         for one in results["kernels"].values():
@@ -43,7 +43,7 @@ def plot(files: list[dict[str, Any]], path: Path) -> bool:
     Later files add kernels to the layers of the first. Return False without matplotlib.
 
     Raises:
-        LookupError, TypeError, ValueError: a file holds no whole layers, or has another form.
+        LookupError, TypeError, ValueError: a file has no whole layers, or has an unknown layout.
     """
     found = curves(files[0])
     for other in files[1:]:

@@ -1,8 +1,8 @@
 """OpenAI's triton_kernels on MXFP4 experts, W4A16, as vLLM calls it for gpt-oss.
 
-A call is its routing from logits (top-k, softmax, sorting), FC1 with its SwiGLU fused, and FC2 with the router weights and the
-sum over routes. Weights are random MXFP4 codes of its own. Logits give the ids and router weights of the other kernels.
-Its SwiGLU multiplies by ``up + 1``, on Qwen's layers too.
+A call routes from logits (top-k, softmax, sorting), then runs FC1 with fused SwiGLU, and FC2 with the router weights and the
+sum over routes. Its weights are separate random MXFP4 codes. The logits give the ids and router weights of the other kernels.
+The SwiGLU multiplies by ``up + 1``, on Qwen's layers too.
 
 Read in vLLM 0.22.1: ``third_party/triton_kernels``, ``fused_moe/experts/gpt_oss_triton_kernels_moe.py`` (calls, capabilities) and
 ``quantization/utils/mxfp4_utils.py`` (layouts, ``split_k`` of 1 on Hopper).
@@ -22,14 +22,14 @@ from benchmarks.peers.layers import LIMIT
 from trtllm_b12x.kernels import Geometry
 
 _ABSENT = -30.0
-"""Logit of an expert that is not a route."""
+"""Logit of an expert that the token is not routed to."""
 
 
 def lacks(geometry: Geometry, vllm: Path | None) -> str:
     """Return why the layer cannot be measured, or an empty string."""
     if geometry.format not in ("NVFP4", "W4A16_NVFP4", "MXFP4") or geometry.activation not in ("Swiglu", "SwigluBias"):
         return f"this comparison has no {geometry.format} layer with {geometry.activation}"
-    if geometry.top_k & (geometry.top_k - 1):  # its kernels have tl.arange(0, top_k)
+    if geometry.top_k & (geometry.top_k - 1):  # its kernels call tl.arange(0, top_k), which needs a power of two
         return f"its routing takes no top {geometry.top_k}"
     if vllm is None:
         return parts.MISSING
@@ -44,7 +44,7 @@ def _module(name: str) -> Any:
 
 
 class Matrix:
-    """``(E, K, N)`` in MXFP4, in the layout of this GPU."""
+    """MXFP4 weights ``(E, K, N)`` in the layout for this GPU."""
 
     def __init__(self, experts: int, inner: int, columns: int, seed: int, device: str) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -70,7 +70,7 @@ class Matrix:
 
 
 class TritonKernelsLayer:
-    """One layer with weights of its own."""
+    """One layer with its own weights."""
 
     def __init__(self, geometry: Geometry, seed: int, device: str = "cuda") -> None:
         g = self.geometry = geometry

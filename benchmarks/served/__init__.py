@@ -1,1 +1,1 @@
-"""A model served whole by vLLM with and without the package: ``python -m benchmarks.served OUT MODEL ...``."""
+"""Serve a whole model with vLLM, with and without the package: ``python -m benchmarks.served OUT MODEL ...``."""

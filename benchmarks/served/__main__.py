@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(runner: sides.Runner, todo: list[sides.Step], write: Any) -> tuple[int, Any]:
-    """Run what is not measured yet. Return the exit status and the last content of ``served.json``."""
+    """Run the steps that are not measured yet. Return the exit status and the last content of ``served.json``."""
     content = None
     left = [step for step in todo if not runner.done(step)]
     try:
@@ -200,7 +200,7 @@ def _lacking() -> str:
 
 
 def _unreadable(plan: sides.Plan) -> str:
-    """Return which checkpoint has no configuration of a language model, or an empty string."""
+    """Return why a checkpoint has no configuration of a language model, or an empty string."""
     for model in plan.models:
         try:
             config = models.DRAWN[model].base if model in models.DRAWN else models.text_config(models.read(model))

@@ -1,4 +1,4 @@
-"""Outputs of the sides of a model beside float32: logits under forced tokens, and single layers of experts on equal inputs."""
+"""Compare each side's outputs with float32: logits under forced tokens, and single layers of experts on equal inputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from benchmarks.served import compare, reference
 
 REQUESTS, PROMPT, STEPS = 8, 200, 32
-"""Forced requests, tokens of their prompts, and tokens that each is forced to take."""
+"""Forced requests, tokens per prompt, and tokens that each request is forced to take."""
 TOKENS = (1, 8, 64, 512)
-"""Tokens of a call of a single layer."""
+"""Token counts of calls of a single layer."""
 
 
 def sequences(vocabulary: int) -> list[list[int]]:
@@ -38,7 +38,7 @@ def layers(model: torch.nn.Module) -> list[tuple[str, Any]]:
 def inputs(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x ``(T, hidden)``, router weights and ids ``(T, k)`` of a call, the same for every side.
 
-    Weights are float32, also while vLLM loads and the default is the model's dtype.
+    Weights are float32, even while vLLM loads and the model's dtype is the default.
     """
     config = layer.moe_config
     generator = torch.Generator().manual_seed(zlib.crc32(f"{layer.layer_name} {tokens}".encode()))
@@ -49,7 +49,7 @@ def inputs(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def call(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Call a layer of experts after loading as vLLM's runner does, which pads x. Where a backend routes, make it route so."""
+    """Call a loaded layer of experts as vLLM's runner does, which pads x. If the backend routes, make it choose these routes."""
     hidden, method = x.shape[1], layer.quant_method
     if padding := layer.hidden_size - hidden:
         x = torch.nn.functional.pad(x, (0, padding))
@@ -66,9 +66,9 @@ def call(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) 
 
 
 def judge(model: torch.nn.Module, job: dict[str, Any]) -> None:
-    """Write ``job["record"]``: every side's files beside float32, and ours beside each other side's.
+    """Write ``job["record"]``: every side's outputs against float32, and our outputs against those of each other side.
 
-    Called with weights loaded and not processed. What has no float32 computation is compared between sides, with the reason.
+    Weights must be loaded and not yet processed. Without a float32 computation, sides are compared and the reason is recorded.
     """
     record: dict[str, Any] = {"judge": {"sides": sorted(job["sides"]), "not_measured": {}}}
     found = record["judge"]
@@ -82,7 +82,7 @@ def judge(model: torch.nn.Module, job: dict[str, Any]) -> None:
 
 
 def _saved(job: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return what each side has saved."""
+    """Return the tensors that each side has saved."""
     paths = {side: Path(files[kind]) for side, files in job["sides"].items() if kind in files}
     return {side: torch.load(path) for side, path in paths.items() if path.exists()}
 
@@ -117,8 +117,8 @@ def _calls(model: torch.nn.Module, saved: dict[str, Any]) -> Iterator[tuple[str,
 def _logits(model: torch.nn.Module, job: dict[str, Any], lacking: dict[str, str]) -> dict[str, Any]:
     """Compare logits. ``bfloat16`` is the yardstick: the same exact experts, with activations between modules in bfloat16.
 
-    With its own routes it is as far from float32 as rounding alone takes a model, with the routes of float32 as far as rounding
-    takes one whose tokens keep their experts.
+    With its own routes, its error against float32 comes only from rounding. With the routes of float32, it is the error of a
+    model whose tokens keep their experts.
     """
     saved = _saved(job, "logits")
     found: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def _logits(model: torch.nn.Module, job: dict[str, Any], lacking: dict[str, str]
 
 
 def _verdicts(rows: list[dict[str, float]]) -> str:
-    """Return the verdict on the worst row of each of both sides, or an empty string."""
+    """Return the verdict on the worst rows with and without the package, or an empty string."""
     both = [row for row in rows if {"with", "without"} <= row.keys()]
     if not both:
         return ""

@@ -1,6 +1,6 @@
 """One engine: ``python -m benchmarks.served.child JOB.json`` starts ``vllm.LLM`` and measures what the job names.
 
-The job's ``record`` is written after every measurement. What it already has is not measured again.
+The job's ``record`` is written after every measurement. Values in the record are not measured again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from benchmarks.served.sides import PROMPT
 REPEATS = 5
 """Prompts of each length for the time to the first token."""
 ANSWERS, ANSWER = 8, 64
-"""Greedy answers that are compared, and tokens of each."""
+"""Greedy answers that are compared, and tokens per answer."""
 PROFILED = 10
-"""Steps that the profiler watches."""
+"""Steps that the profiler records."""
 
 
 def prompt(number: int, length: int, vocabulary: int) -> list[int]:
@@ -38,7 +38,7 @@ def prompt(number: int, length: int, vocabulary: int) -> list[int]:
 
 
 class Engine:
-    """``vllm.LLM`` in this process, a step at a time."""
+    """``vllm.LLM`` in this process, driven step by step."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
@@ -77,7 +77,7 @@ class Engine:
 
 
 def decode(engine: Engine, batch: int, new: int) -> dict[str, float]:
-    """Serve ``batch`` requests. Return times of steps in which every request gets a token and nothing is prefilled."""
+    """Serve ``batch`` requests. Return times of steps in which every request gets a token and no prompt is prefilled."""
     for i in range(batch):
         engine.add(prompt(i, PROMPT, engine.vocabulary), new)
     tokens: Counter[str] = Counter()
@@ -106,7 +106,7 @@ def first_token(engine: Engine, length: int) -> dict[str, Any]:
             pass
         found.append(1e3 * (time.perf_counter() - begun))
         engine.drain()
-    return {"ms": statistics.median(found[1:]), "all_ms": found}  # the first may compile
+    return {"ms": statistics.median(found[1:]), "all_ms": found}  # the first request may compile
 
 
 def answers(engine: Engine) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ def answers(engine: Engine) -> list[dict[str, Any]]:
 
 
 def forced(engine: Engine, path: str) -> dict[str, Any]:
-    """Decode requests whose tokens are given. Write the logits to ``path``; count requests that took other tokens."""
+    """Decode requests with forced tokens. Write the logits to ``path``. Raise RuntimeError if a request took other tokens."""
     sequences = agreement.sequences(engine.vocabulary)
     engine.rpc("served_force", sequences, agreement.PROMPT)
     tokens: dict[str, list[int]] = {}
@@ -151,7 +151,7 @@ def forced(engine: Engine, path: str) -> dict[str, Any]:
 
 
 def profiled(engine: Engine, batch: int) -> dict[str, Any]:
-    """Return the kernels of a step that decodes ``batch`` requests, and what share of their time goes where."""
+    """Return the kernels of a step that decodes ``batch`` requests, and the share of time of each part."""
     for i in range(batch):
         engine.add(prompt(i, PROMPT, engine.vocabulary), PROFILED + 100 + batch)
     tokens: Counter[str] = Counter()
@@ -167,7 +167,7 @@ def profiled(engine: Engine, batch: int) -> dict[str, Any]:
 
 
 class Record:
-    """The job's record, as a file that is written after each change."""
+    """The job's record, written to its file after each change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -175,7 +175,7 @@ class Record:
         self.content["failed"] = {}
 
     def measure(self, part: str, key: str, function: Callable[[], Any]) -> None:
-        """Measure one value unless it is there. A failure is kept with its reason, and the rest goes on."""
+        """Measure a value unless the record has it. Record a failure with its reason, and continue."""
         if key in self.content.get(part, {}):
             return
         try:
@@ -209,7 +209,7 @@ def measure(engine: Engine, job: dict[str, Any], record: Record) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when the one that started it is gone, also after a kill that it could not forward."""
+    """End this process when its parent has ended, even if a kill kept the parent from ending this process."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -242,7 +242,7 @@ def main(path: str) -> int:
     record.content.setdefault("start", facts.pop("seconds") | {"ready": time.perf_counter() - begun, "at_once": job["at_once"]})
     record.content["facts"] = facts
     record.write()
-    if job["go"]:  # engines that start at once are measured one by one
+    if job["go"]:  # engines that start together are measured one by one
         Path(job["go"]).with_suffix(".ready").touch()
         while not Path(job["go"]).exists():
             time.sleep(0.05)
@@ -256,4 +256,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # vLLM's threads may hold an interpreter that ends
+    os._exit(status)  # vLLM's threads may keep the interpreter from ending

@@ -12,9 +12,9 @@ MARGIN = 1.05
 
 
 def logits(a: torch.Tensor, b: torch.Tensor) -> dict[str, float]:
-    """Compare logits ``(B, T, V)`` with ``b``, which counts as right. ``kl``: of a's distribution from b's, in nats."""
+    """Compare logits ``a`` ``(B, T, V)`` with the reference ``b``. ``kl``: divergence of a's distribution from b's, in nats."""
     rows: dict[str, list[torch.Tensor]] = {"error": [], "kl": [], "same": []}
-    for one, other in zip(a, b, strict=True):  # a request at a time: float32 logits of all are large
+    for one, other in zip(a, b, strict=True):  # one request at a time: float32 logits of all requests are large
         one, other = one.float(), other.float().to(one.device)
         rows["error"].append((one - other).norm(dim=-1) / other.norm(dim=-1))
         p, q = one.log_softmax(-1), other.log_softmax(-1)
@@ -44,8 +44,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def answers(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Compare greedy answers, each ``{"tokens": [...], "logprobs": [...]}``.
 
-    ``logprob``: largest difference of the log-probability of a token before the answers part. ``parted``: difference of the two
-    tokens' log-probabilities where they part, which is small where two tokens were almost equally likely.
+    ``logprob`` is the largest difference of a token's log-probability before the answers differ. ``parted`` has the differences
+    of the two tokens' log-probabilities at the first different token. They are small if both tokens were almost equally likely.
     """
     prefixes, before, parted = [], [0.0], []
     for one, other in zip(a, b, strict=True):

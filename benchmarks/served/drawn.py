@@ -1,7 +1,7 @@
 """Random weights of a whole model, drawn into vLLM's parameters before it packs them.
 
-Each parameter has a generator that its name seeds: every backend, and every rank of a split model, gets the same weights, and a
-process can draw one layer alone. Products have about unit variance.
+Each parameter is drawn by a generator seeded with its name. So every backend, and every rank of a split model, gets the same
+weights, and a process can draw only one layer. Products have about unit variance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Parameter:
     shape: tuple[int, ...]
     """Shape in a model that is not split."""
     inner: int = 0
-    """Length of the sums that the parameter is in."""
+    """Number of terms in a sum that uses the parameter."""
     parts: tuple[tuple[int, torch.Tensor], ...] = ()
     """Dimensions that are split, each with the indices that this rank has."""
 
@@ -42,7 +42,7 @@ def fill(model: torch.nn.Module) -> int:
     """Draw every parameter of a model. Return their number.
 
     Raises:
-        LookupError: a module is split over GPUs in a way that is not known here.
+        LookupError: a module is split over GPUs in an unknown way.
     """
     count = 0
     with torch.no_grad():
@@ -60,7 +60,7 @@ def fill(model: torch.nn.Module) -> int:
 
 
 def parameters(model: torch.nn.Module) -> Iterator[Parameter]:
-    """Yield what is drawn of a model of vLLM whose weights are not processed yet."""
+    """Yield the parameters to draw for a vLLM model whose weights are not processed yet."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, tensor in module.named_parameters(recurse=False):
@@ -77,7 +77,7 @@ def draw(parameter: Parameter, device: Any) -> torch.Tensor:
 
 
 def local_shape(parameter: Parameter) -> tuple[int, ...]:
-    """Return the shape of what this rank has of a parameter, without what the backend pads."""
+    """Return the shape of this rank's part of a parameter, without the backend's padding."""
     shape = list(parameter.shape)
     for dimension, indices in parameter.parts:
         shape[dimension] = len(indices)
@@ -87,7 +87,7 @@ def local_shape(parameter: Parameter) -> tuple[int, ...]:
 def _role(module: torch.nn.Module, path: str, name: str, tensor: torch.Tensor) -> str:
     kind = type(module).__name__
     if name.endswith(("k_scale", "v_scale", "q_scale", "prob_scale")):
-        return ""  # of the KV cache: as vLLM sets them
+        return ""  # vLLM sets the scales of the KV cache
     if name.endswith("input_scale"):
         return "input_scale"
     weight = _weight_of(module, name)
@@ -123,7 +123,7 @@ def _parameter(module: Any, path: str, name: str, tensor: torch.Tensor, role: st
         if name.endswith("bias"):
             inner = _BIAS
             if name.startswith("w2") and module.moe_config.moe_parallel_config.tp_rank:
-                role = "zeros"  # one rank adds it
+                role = "zeros"  # only rank 0 adds the bias
     else:
         _dense(module, name, shape, parts)
         weight = _weight_of(module, name)
@@ -141,7 +141,7 @@ def _parameter(module: Any, path: str, name: str, tensor: torch.Tensor, role: st
 
 
 def _experts(layer: Any, name: str, shape: list[int], parts: dict[int, torch.Tensor]) -> int:
-    """Set shape and parts of stacked experts ``(E, rows, columns)``. Return the length of their sums."""
+    """Set shape and parts of stacked experts ``(E, rows, columns)``. Return the number of terms in their sums."""
     config = layer.moe_config
     parallel = config.moe_parallel_config
     hidden, size = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
@@ -230,7 +230,7 @@ def _exponents(rms: float, p: Parameter, generator: torch.Generator, device: Any
 
 
 def _scale_2(p: Parameter, generator: torch.Generator, device: Any) -> torch.Tensor:
-    """Return one scale per expert, equal for gate and up; of other weights one for all."""
+    """Return one scale per expert, equal for gate and up. Other weights have one common scale."""
     value = torch.full(p.shape, 1 / (math.sqrt(p.inner) * _FP4_RMS * _E4M3_RMS), device=device, dtype=torch.float32)
     if "experts" not in p.name or not p.shape:
         return value

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 PARTS = (
-    ("rest", r"^triton_(red|poi|per)_"),  # what torch.compile fuses carries the names of what it is fused with
+    ("rest", r"^triton_(red|poi|per)_"),  # torch.compile names a fused kernel after all operators in it
     (
         "experts",
         r"^layer$|^(fc1|fc2|route|sort|sum|quantize)_kernel$|moe|Moe|MoE|expert|act_and_mul|topkGating|grouped_topk|_swiglu|"
@@ -18,7 +18,7 @@ PARTS = (
     ),
     ("dense", r"gemm|gemv|Marlin|nvjet|splitK|cutlass|matmul|cublas"),
 )
-"""Part, and what the name of its kernels contains; the first that fits counts. All else is ``rest``."""
+"""Part, and pattern of its kernels' names. The first match counts. Kernels without a match are ``rest``."""
 _KEPT = 40
 
 

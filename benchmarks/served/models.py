@@ -180,7 +180,7 @@ DRAWN = {
 
 
 def config(name: str, layers: int = 0, **more: Any) -> dict[str, Any]:
-    """Return the ``config.json`` of a configuration, with its first ``layers`` layers if that is not 0."""
+    """Return the ``config.json`` of a configuration, with only its first ``layers`` layers unless ``layers`` is 0."""
     drawn = DRAWN[name]
     result = {**drawn.base, "dtype": "bfloat16", **more}
     count = result["num_hidden_layers"] = min(layers or result["num_hidden_layers"], result["num_hidden_layers"])
@@ -245,7 +245,7 @@ def read(model: str) -> dict[str, Any]:
     """Return the configuration of a checkpoint, in a folder or by its Hugging Face name."""
     if (folder := Path(model)).is_dir():
         found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        older = folder / "hf_quant_config.json"  # of ModelOpt before 0.35
+        older = folder / "hf_quant_config.json"  # ModelOpt before 0.35 writes this file
         if "quantization_config" not in found and older.is_file():
             found["quantization_config"] = json.loads(older.read_text(encoding="utf-8")).get("quantization", {})
         return found

@@ -1,6 +1,6 @@
 """A model in float32, layer by layer, from the codes and scales that vLLM's loader has put into its parameters.
 
-Nothing is quantized again: activations stay in float32, also where a format prescribes 4 bits. The device holds one dense matrix
+Nothing is quantized again: activations stay in float32, even if a format prescribes 4 bits. The device holds one dense matrix
 or a few experts in float32 at a time.
 """
 
@@ -20,7 +20,7 @@ _ALPHA, _LIMIT = 1.702, 7.0
 
 
 class UnknownModelError(LookupError):
-    """There is no float32 computation of this model, or of weights in this form."""
+    """This model, or this format of weights, has no float32 computation."""
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def dequantize(module: Any, prefix: str = "", experts: slice | None = None) -> t
     """Return a weight in float32: ``(N, K)``, or ``(E, N, K)`` of the ``experts`` of ``w13_`` or ``w2_``.
 
     Raises:
-        UnknownModelError: it is stored in another form than NVFP4, MXFP4, MXFP8, FP8 or unquantized.
+        UnknownModelError: the weight is not stored as NVFP4, MXFP4, MXFP8, FP8 or unquantized.
     """
 
     def part(kind: str) -> Any:
@@ -60,7 +60,7 @@ def dequantize(module: Any, prefix: str = "", experts: slice | None = None) -> t
 
 
 def _rows(module: Any, scale: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """Return scales of a matrix, or of each of the matrices that are joined in it, as ``(..., N, 1)`` or ``(..., 1, 1)``."""
+    """Return the scale of a matrix, or the scales of the matrices that are fused in it, as ``(..., N, 1)`` or ``(..., 1, 1)``."""
     stacked = wide.dim() == 3
     values = scale.reshape(len(wide), -1) if stacked else scale.reshape(1, -1)
     if values.shape[1] > 1:
@@ -80,7 +80,7 @@ def linear(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def experts(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the output of vLLM's ``RoutedExperts`` in float32, before their weights are processed.
+    """Return the output of vLLM's ``RoutedExperts`` in float32, before its weights are processed.
 
     Args:
         x: ``(T, hidden)``, float32.
@@ -144,14 +144,14 @@ def logits(
     """Return the logits at positions ``first`` and later of token sequences ``(B, T)``, and the expert ids of each layer.
 
     Args:
-        dtype: activations between modules are rounded to it, as an engine stores them. Within a module they are float32.
-        routes: expert ids ``(B * T, k)`` of each layer, to be taken instead of the router's own.
+        dtype: activations between modules are rounded to this dtype, as an engine stores them. Within a module they are float32.
+        routes: expert ids ``(B * T, k)`` of each layer, used instead of the router's own ids.
 
     Returns:
         float32 logits ``(B, T - first, V)``, and ids ``(B * T, k)`` for each layer.
 
     Raises:
-        UnknownModelError: the model is neither Qwen3-MoE nor gpt-oss.
+        UnknownModelError: the model is not Qwen3-MoE or gpt-oss.
     """
     kind = config["model_type"]
     if kind not in ("qwen3_moe", "gpt_oss"):
@@ -195,7 +195,7 @@ def _norm(module: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _angles(config: dict[str, Any], length: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of rotary positions, ``(T, 1, head_dim / 2)``, YaRN's where the configuration says so."""
+    """Return cosines and sines of rotary positions, ``(T, 1, head_dim / 2)``, with YaRN if the configuration sets it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
     dim = config["head_dim"]
@@ -236,7 +236,7 @@ def _project(module: Any, config: dict[str, Any], x: torch.Tensor) -> list[torch
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return causal attention, ``(B, T, heads * head_dim)``. A sink is a logit of a head that takes weight and adds nothing."""
+    """Return causal attention, ``(B, T, heads * head_dim)``. A sink is a head's logit that takes weight and adds no value."""
     length, repeats = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (tensor.repeat_interleave(repeats, 2) for tensor in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""``served.json`` of what the engines wrote, its plot, and the table that pages show of it."""
+"""Build ``served.json`` from the engines' records, its plot, and its tables for pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECONDS = {
     "capture": r"Graph capturing finished in ([\d.]+) secs",
     "engine": r"init engine \(profile, create kv cache, warmup model\) took ([\d.]+) s",
 }
-"""Lines of vLLM's log, of which the last counts."""
+"""Patterns of lines in vLLM's log. The last match counts."""
 _SERVED = re.compile(r"(\w+ experts run on trtllm-b12x.*|vLLM's \w+ keeps the .*|vLLM keeps .*)")
 
 
@@ -36,7 +36,7 @@ def served(runner: Runner, found: dict[str, Any], command: Sequence[str]) -> dic
 
 
 def model(runner: Runner, name: str) -> dict[str, Any]:
-    """Return the entry of one model. What was not measured stands in ``not_measured`` with its reason."""
+    """Return the entry of one model. ``not_measured`` lists missing measurements with their reasons."""
     plan, all_steps = runner.plan, [step for step in steps(runner.plan) if step.model == name]
     records = {step: runner.record(step) for step in all_steps}
     random = name in models.DRAWN
@@ -77,7 +77,7 @@ def model(runner: Runner, name: str) -> dict[str, Any]:
 
 
 def _times(found: list[Step], records: dict[Step, dict[str, Any]], part: str, count: str) -> dict[str, float]:
-    """Return medians of both starts by side, and the ratio of without to with."""
+    """Return the mean of both starts' medians by side, and the ratio of without to with."""
     row: dict[str, float] = {}
     for side, turns in by_side(found):
         cells = [cell for step in turns if (cell := records[step].get(part, {}).get(count))]
@@ -117,7 +117,7 @@ def _side(
 
 
 def start_seconds(log: str) -> dict[str, float]:
-    """Return what vLLM's log says of a start, in seconds."""
+    """Return the seconds of each part of a start, from vLLM's log."""
     found = {name: re.findall(pattern, log) for name, pattern in _SECONDS.items()}
     return {name: float(values[-1]) for name, values in found.items() if values}
 
@@ -142,11 +142,11 @@ def _agreement(found: list[Step], records: dict[Step, dict[str, Any]]) -> dict[s
     return result | {name: judged[name] for name in ("logits", "layer") if name in judged}
 
 
-# ---- the reader's words --------------------------------------------------------------------------------------------------
+# ---- text for readers ----------------------------------------------------------------------------------------------------
 
 
 def headline(entry: dict[str, Any]) -> str:
-    """Return a model's result in one line. It names the worst count if the package makes that slower."""
+    """Return a model's result in one line. Name the worst number of requests if the package is slower there."""
     ratios = {int(n): row["ratio"] for n, row in entry["requests"].items() if "ratio" in row}
     if not ratios:
         why = next((row["why"] for row in entry["not_measured"]), "nothing is measured yet")
@@ -240,7 +240,7 @@ def without_paths(value: Any) -> Any:
 
 
 def _commands(content: dict[str, Any]) -> list[str]:
-    """Return the command lines of the runs that models are from."""
+    """Return the command lines of the runs that measured the models."""
     found = (without_paths(entry["command"]) for entry in content["models"])
     return list(dict.fromkeys(" ".join(["python -m benchmarks.served", *words]) for words in found))
 

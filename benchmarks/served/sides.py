@@ -1,4 +1,4 @@
-"""The engines of a run: which there are, in which order, each in a process of its own with caches of its own."""
+"""The engines of a run and their order. Each engine has its own process and its own caches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EXTRA_TOKENS = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """What a user asked for."""
+    """Arguments of a run."""
 
     models: tuple[str, ...]
     requests: tuple[int, ...]
@@ -61,7 +61,7 @@ class Step:
     model: str
     side: str
     turn: str
-    """``first`` or ``second`` start, ``one-gpu`` for answers to compare with a split model's, ``judge``."""
+    """``first`` or ``second`` start, ``one-gpu`` for answers to compare with a split model, ``judge`` for float32."""
     tasks: tuple[str, ...]
     needs: tuple[str, ...] = ()
     """Steps that must have ended."""
@@ -80,7 +80,7 @@ class Step:
 
 
 def steps(plan: Plan) -> list[Step]:
-    """Return all steps in order: with and without in turns, first starts before second ones."""
+    """Return all steps in order: all sides in turn, first starts before second starts."""
     found = []
     for model in plan.models:
         split = plan.tensor_parallel > 1
@@ -98,7 +98,7 @@ def steps(plan: Plan) -> list[Step]:
 def engine(plan: Plan, step: Step, folder: str, at_once: int) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM``."""
     split = step.turn not in ("one-gpu", "judge")
-    longest = max(*plan.prompts, PROMPT + max(plan.tokens, 128 + max(plan.requests)))  # the profiler lets requests go on
+    longest = max(*plan.prompts, PROMPT + max(plan.tokens, 128 + max(plan.requests)))  # requests go on while the profiler runs
     arguments: dict[str, Any] = {
         "model": folder,
         "load_format": names.DRAWN if step.model in models.DRAWN else names.CHECKPOINT,
@@ -115,7 +115,7 @@ def engine(plan: Plan, step: Step, folder: str, at_once: int) -> dict[str, Any]:
     }
     if step.model in models.DRAWN:
         arguments["generation_config"] = "vllm"
-    if importlib.util.find_spec("flashinfer") is None:  # whose prefill of linear attention vLLM takes on SM90 and SM12x
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM uses FlashInfer's prefill of linear attention on SM90 and SM12x
         arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
     if plan.attention:
         arguments["attention_config"] = {"backend": plan.attention}
@@ -127,7 +127,7 @@ def engine(plan: Plan, step: Step, folder: str, at_once: int) -> dict[str, Any]:
 
 
 def kv_bytes(config: dict[str, Any], plan: Plan) -> int:
-    """Return what the KV cache of the largest batch needs, in bfloat16, as if every layer were full attention."""
+    """Return the bytes of the largest batch's KV cache in bfloat16, as if every layer had full attention."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head // plan.tensor_parallel
     tokens = max(max(plan.requests) * (PROMPT + plan.tokens + _EXTRA_TOKENS), 2 * max(plan.prompts))
@@ -147,9 +147,9 @@ def environment(step: Step, caches: Path, card: dict[str, Any], before: dict[str
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are timed in this process
-        "VLLM_LOGGING_LEVEL": "INFO",  # whose lines have the seconds of a start
+        "VLLM_LOGGING_LEVEL": "INFO",  # INFO lines have the seconds of a start
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "XDG_CACHE_HOME": str(caches / "xdg"),  # of this package's kernels and measurements
+        "XDG_CACHE_HOME": str(caches / "xdg"),  # for this package's kernels and measurements
         settings.ENABLED.name: "1" if step.side == WITH else "0",
     }
     for name, value in (("VLLM_NO_USAGE_STATS", "1"), ("VLLM_HOST_IP", "127.0.0.1")):
@@ -171,7 +171,7 @@ class Runner:
     out: Path
     card: dict[str, Any]
     identity: dict[str, Any] = field(default_factory=dict)
-    """Card and versions: records of others are measured again."""
+    """Card and versions. Records of a different card or version are measured again."""
     deadline: float = float("inf")
     at_once: int = 1
     child: Sequence[str] = CHILD
@@ -185,7 +185,7 @@ class Runner:
         return self.out / "records" / f"{step.name}{suffix}"
 
     def record(self, step: Step) -> dict[str, Any]:
-        """Return what is measured, of exactly this plan on this card; empty if nothing is."""
+        """Return the step's record for exactly this plan and card; empty without measurements."""
         try:
             asked = json.loads(self.path(step, ".asked.json").read_text(encoding="utf-8"))
             record: dict[str, Any] = json.loads(self.path(step).read_text(encoding="utf-8"))
@@ -195,7 +195,7 @@ class Runner:
 
     def done(self, step: Step) -> bool:
         record = self.record(step)
-        if step.turn == "judge":  # of what was measured before it
+        if step.turn == "judge":  # valid only if newer than the outputs that it compares
             sides = [Path(path) for files in self.job(step)["sides"].values() for path in files.values()]
             return bool(record) and all(self._time(path) <= self._time(self.path(step)) for path in sides)
         return bool(record.get("finished")) and not record.get("failed")
@@ -210,7 +210,7 @@ class Runner:
                     continue
                 if step.turn != "judge":
                     group.append(step)
-                elif not group:  # it needs the card's memory
+                elif not group:  # the float32 computation needs the card's memory
                     group = [step]
                     break
             waiting = [step for step in waiting if step not in group]
@@ -273,7 +273,7 @@ class Runner:
             )
 
     def job(self, step: Step, together: int = 1) -> dict[str, Any]:
-        """Return what ``benchmarks.served.child`` reads."""
+        """Return the job that ``benchmarks.served.child`` reads."""
         folder = self._folder(step.model)
         config = models.read(folder)
         text = models.text_config(config)
@@ -309,7 +309,7 @@ class Runner:
         return min(self.plan.layers or fit, models.config(model)["num_hidden_layers"])
 
     def _keep_model_infos(self, caches: Path) -> None:
-        """Copy what vLLM knows of model classes, which takes 10 s a class and has nothing to do with kernels."""
+        """Copy vLLM's cached facts about model classes. They take 10 s per class and do not depend on kernels."""
         known = Path(os.environ.get("VLLM_CACHE_ROOT") or Path.home() / ".cache" / "vllm") / "modelinfos"
         if known.is_dir():
             shutil.copytree(known, caches / "vllm" / "modelinfos", dirs_exist_ok=True)

@@ -1,7 +1,7 @@
-"""What runs in a worker of vLLM: loaders of weights, and methods that ``LLM.collective_rpc`` calls.
+"""Code that runs in vLLM's workers: weight loaders, and methods that ``LLM.collective_rpc`` calls.
 
-vLLM imports this module in every worker, because ``worker_extension_cls`` names its class. The job is a file that the environment
-variable ``SERVED_JOB`` names.
+vLLM imports this module in every worker, because ``worker_extension_cls`` names its class. The environment variable
+``SERVED_JOB`` names the job's file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _seconds: dict[str, float] = {}
 
 
 class _Timed(BaseModelLoader):
-    """Loader that times its parts, and judges instead of serving if the job says so."""
+    """Loader that times its parts. If the job says so, it computes in float32 instead of serving."""
 
     def create_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         begun = time.perf_counter()
@@ -72,7 +72,7 @@ class _Timed(BaseModelLoader):
 
 @register_model_loader(DRAWN)
 class DrawnLoader(_Timed):
-    """Fills the model with random weights."""
+    """Loader that fills the model with random weights."""
 
     def download_model(self, model_config: Any) -> None:
         pass
@@ -94,7 +94,7 @@ class CheckpointLoader(_Timed, DefaultModelLoader):
 
 
 class ServedWorker:
-    """Methods of vLLM's worker, by ``worker_extension_cls``."""
+    """Methods that ``worker_extension_cls`` adds to vLLM's worker."""
 
     model_runner: Any
 
@@ -113,7 +113,7 @@ class ServedWorker:
             for name, value in vars(method).items():
                 if name.endswith("_backend") and hasattr(value, "name"):
                     _count(found["backends"], value.name)
-            experts = getattr(experts, "experts", experts)  # behind vLLM's router
+            experts = getattr(experts, "experts", experts)  # vLLM's router wraps the experts
             if hasattr(experts, "dispatch"):
                 schedule = experts.dispatch.schedule
                 found["kernels"] = {str(n): _kernel(schedule.at(n)) for n in job()["requests"]}
@@ -129,7 +129,7 @@ class ServedWorker:
         }
 
     def served_force(self, sequences: list[list[int]], first: int) -> None:
-        """From now on give requests ``forced-I`` the tokens of ``sequences[I]`` from ``first`` on, and keep their logits."""
+        """Force requests ``forced-I`` to take the tokens of ``sequences[I]`` from ``first`` on, and keep their logits."""
         runner = self.model_runner
         kept: list[list[torch.Tensor]] = [[] for _ in sequences]
         names: list[str] = []

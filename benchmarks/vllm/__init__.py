@@ -1,1 +1,1 @@
-"""Our experts beside Marlin's in vLLM's modular kernel: ``python -m benchmarks.vllm OUT`` on a GPU."""
+"""Time our experts beside Marlin's in vLLM's modular kernel: ``python -m benchmarks.vllm OUT`` on a GPU."""

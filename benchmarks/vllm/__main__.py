@@ -1,9 +1,9 @@
 """Time whole layers in vLLM's modular kernel: our experts beside its MarlinExperts, from the same checkpoint tensors.
 
 ``python -m benchmarks.vllm OUT`` writes ``OUT/vllm.json`` and prints a line for each token count. Graphs cycle through several
-layers, so that no weight is in the L2 cache. Marlin's gpt-oss is padded as vLLM pads it, without the time of padding x. vLLM must
-be importable. Hopper counts as SM120, and NVFP4 runs there as W4A16_NVFP4. Our kernels are ``cuda`` and ``gemm`` alone, unless
-TRTLLM_B12X_KERNELS names others: Triton's use an instruction of Hopper (wgmma) that no SM12x card has.
+layers, so that no weight is in the L2 cache. Marlin's gpt-oss is padded as vLLM pads it; padding x is not timed. vLLM must be
+importable. Hopper counts as SM120, and runs NVFP4 as W4A16_NVFP4. Only our kernels ``cuda`` and ``gemm`` run, unless
+TRTLLM_B12X_KERNELS names others: Triton kernels use a Hopper instruction (wgmma) that SM12x cards do not have.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CASES = (
 
 
 def turned(experts: vllm_layers.Experts, places: int) -> vllm_layers.Experts:
-    """Return the layer with its experts in another order, in memory of its own."""
+    """Return a copy of the layer with its experts rotated by ``places``."""
     parameters = {name: torch.cat((tensor[places:], tensor[:places])) for name, tensor in experts.parameters.items()}
     return replace(experts, parameters=parameters)
 
@@ -55,7 +55,7 @@ def turned(experts: vllm_layers.Experts, places: int) -> vllm_layers.Experts:
 def measure(
     name: str, form: str, sizes: tuple[int, int, int, int], activation: str, counts: Sequence[int], seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each token count. After ``seconds`` of measuring, start no further one."""
+    """Yield a row for each token count. Start no new row after ``seconds`` of measuring."""
     experts, top_k, hidden, size = sizes
     gpt_oss = activation == "swigluoai"
     more: dict[str, Any] = {"activation": activation, "device": "cuda", "has_bias": gpt_oss}
@@ -65,7 +65,7 @@ def measure(
     drawn = vllm_layers.random_experts(form, experts, hidden, size, "cuda", bias=gpt_oss)
     stored = vllm_layers.by_turns(drawn) if gpt_oss else drawn
     for places in range(LAYERS):
-        marlin = vllm_layers.config_of(*sizes, **more, moe_backend="marlin")  # whose sizes loading may round up
+        marlin = vllm_layers.config_of(*sizes, **more, moe_backend="marlin")  # loading may round up its sizes
         tensors = turned(stored, places)
         built["ours"].append(vllm_layers.loaded(form, config, tensors))
         built["marlin"].append(vllm_layers.loaded(form, marlin, tensors))
@@ -73,7 +73,7 @@ def measure(
     for who, pairs in built.items():
         print(name, form, who, type(pairs[0][0].moe_kernel.fused_experts).__name__, flush=True)
     x, weights, ids = vllm_layers.routes(config, 4096, 0, "cuda")
-    for made, layer in built["ours"]:  # the profile run
+    for made, layer in built["ours"]:  # vLLM's profile run
         vllm_layers.call(made, layer, x, weights, ids)
     ours = built["ours"][0][0].moe_kernel.fused_experts
     print(name, form, ours.dispatch.schedule.summary, flush=True)
@@ -121,7 +121,7 @@ def main() -> None:
     os.environ.setdefault(settings.KERNELS.name, "cuda,gemm")
     if options.sm12x:
         gemm.SHAPES = gemm.SMALL_SHAPES
-    marlin.refusal = lambda *layer: ""  # ours are to be timed where Marlin is faster, too
+    marlin.refusal = lambda *layer: ""  # our kernels are timed even where Marlin is faster
     plugin.register()
     options.out.mkdir(parents=True, exist_ok=True)
     properties = torch.cuda.get_device_properties(0)

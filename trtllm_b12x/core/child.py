@@ -1,4 +1,4 @@
-"""Start child processes: their environment, their command, and how their output is read."""
+"""Start child processes: build their environment and command, run them and read their output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def variables() -> dict[str, str]:
-    """Return the environment of a child process that sees no GPU, ignores the working directory and promotes nothing."""
+    """Return the environment of a child process that sees no GPU, ignores the working directory and promotes no layer."""
     return {**os.environ, "TRTLLM_B12X": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
 
 
@@ -37,7 +37,7 @@ def answers(
 ) -> int:
     """Run a program that reads ``request`` as JSON and prints JSON lines; pass each line to ``report``; return its exit status.
 
-    The program ends with this call, with everything that it forks, after ``timeout`` seconds at the latest.
+    Before it returns, after ``timeout`` seconds at the latest, this call kills the program and its child processes.
     """
     process = subprocess.Popen(
         command,
@@ -48,7 +48,7 @@ def answers(
         cwd="/",
         text=True,
         errors="replace",
-        start_new_session=True,  # a process group of its own
+        start_new_session=True,  # the program gets its own process group
     )
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""Manage the cache folder, and cache in it results that each cost a process.
+"""Manage the cache folder, and cache results that each cost a process to compute.
 
 A result is valid for one node and one state of the installation. All ranks share it under a file lock.
 """
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 16
-"""Maximum number of cached results; the newest stay."""
+"""Maximum number of cached results. The newest stay."""
 _LARGEST = 4 << 20
-"""Maximum size in bytes of a file that is read."""
+"""Maximum size in bytes of a file that ``owned_bytes`` reads."""
 _FILE = "payload.json"
 TABLES = "crossover-*.json"
-"""Crossover tables of ``trtllm_b12x.dispatch.store``, in the same folder."""
+"""Pattern of the crossover tables that ``trtllm_b12x.dispatch.store`` keeps in the same folder."""
 COMPARISONS = "marlin-*.json"
-"""Times of ``trtllm_b12x.engines.vllm.marlin``, there too."""
+"""Pattern of the timings that ``trtllm_b12x.engines.vllm.marlin`` keeps in the same folder."""
 
 
 def directory() -> Path | None:
@@ -46,18 +46,18 @@ def make(folder: Path) -> None:
 
 
 def writable(folder: Path) -> bool:
-    """Return whether files can be made in the folder, or in its first parent that exists."""
+    """Return whether files can be created in the folder, or in its first parent that exists."""
     parent = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     return os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
 
 
 def is_utf8(path: str | Path) -> bool:
-    """Return whether a path can be written as UTF-8: Triton and safetensors open no other."""
+    """Return whether a path is valid UTF-8. Triton and safetensors cannot open other paths."""
     return os.fsencode(path).decode(errors="replace") == str(path)
 
 
 def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple[Any, bool]:
-    """Return the result for ``key`` and True if it was cached. A result that ``keep`` refuses is not stored."""
+    """Return the result for ``key``, and whether it was cached. A new result of ``ask`` is stored if ``keep`` accepts it."""
     from filelock import FileLock, Timeout
 
     folder = directory()
@@ -75,8 +75,8 @@ def once(key: str, ask: Callable[[], Any], keep: Callable[[Any], bool]) -> tuple
             if keep(answer):
                 replace(file, json.dumps({**dict(list(known.items())[1 - LIMIT :]), key: answer}))
         return answer, False
-    except (OSError, Timeout, NotImplementedError):  # filelock up to 3.20 raises the last without flock
-        # Such a home, or a read-only one, only costs one probe per process.
+    except (OSError, Timeout, NotImplementedError):  # filelock up to 3.20 raises NotImplementedError without flock
+        # In a home without flock, or in a read-only home, each process calls ``ask`` once.
         return (answer if asked else ask()), False
 
 
@@ -94,7 +94,7 @@ def read_owned(file: Path) -> Any:
 
 
 def owned_bytes(file: Path) -> bytes:
-    """Read the file. Raise OSError if that fails, ValueError if another user could have written it or it is no file of ours."""
+    """Read a file. Raise OSError if that fails, ValueError if it is irregular, too large, or could be written by other users."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as stream:
         status = os.fstat(descriptor)
@@ -107,7 +107,7 @@ def owned_bytes(file: Path) -> bytes:
 
 
 def replace(file: Path, content: str | bytes) -> None:
-    """Replace a file atomically. The new one is made with O_EXCL, so a symbolic link at its path is not followed."""
+    """Replace a file atomically. O_EXCL creates the new file, so a symbolic link at its path is not followed."""
     temporary = file.with_name(f".{file.name[:200]}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -129,7 +129,7 @@ def contents() -> list[tuple[str, int]]:
 
 
 def clear() -> int:
-    """Remove the folder, or only our files in it if it is a symbolic link. Return the number of bytes freed."""
+    """Remove the cache folder. If it is a symbolic link, remove only our files in it. Return the number of bytes freed."""
     folder = directory()
     freed = sum(size for _, size in contents())
     if folder is not None and folder.is_dir():

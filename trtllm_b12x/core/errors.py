@@ -1,4 +1,4 @@
-"""Format an error as one line, and write one line to standard error. Imports only the standard library."""
+"""Format an error as one line, and write one line to standard error. This module imports only the standard library."""
 
 import os
 import sys
@@ -14,11 +14,11 @@ def say(line: str) -> None:
     """Write ``line`` to standard error. Drop it if the stream is closed, full, or a pipe without a reader."""
     try:
         stream = sys.stderr
-        if stream is None:  # print would take standard output instead
+        if stream is None:  # print would write to standard output
             return
         unchanged = stream is sys.__stderr__
         if unchanged:
-            # Not print: the stream keeps a line it cannot write, and the flush at exit then fails (exit status 120).
+            # print would keep an unwritable line in the stream's buffer, and the flush at exit would fail (exit status 120).
             stream.flush()
             os.write(stream.fileno(), f"{line}\n".encode(stream.encoding, "backslashreplace"))
         else:

@@ -1,7 +1,7 @@
 """Call a function with each watched module of TensorRT-LLM after its first execution and after every reload.
 
-This file is run in every Python process of the environment (``.start`` of Python 3.15), or once ``tensorrt_llm`` is imported.
-It therefore uses only standard library modules that the interpreter has already imported.
+Python 3.15 and newer run this file in every process of the environment (``.start``). Older versions run it once
+``tensorrt_llm`` is imported. The file therefore uses only standard library modules that the interpreter has already imported.
 """
 
 import sys
@@ -43,7 +43,7 @@ class _Loader:
 
 
 class Finder:
-    """Import finder for the watched names. It asks the finders behind it and wraps the loader they return.
+    """Import finder for the watched names. It calls the other finders and wraps the loader that they return.
 
     It stays on ``sys.meta_path`` because a reload searches the finders again and would otherwise restore the unpatched
     functions. Any other import costs one look-up in a frozenset.
@@ -74,7 +74,7 @@ class Finder:
 
 
 def hand_over(module: "ModuleType", callback: "Callable[[ModuleType], None]") -> None:
-    """Call ``callback`` with a freshly executed module. If it raises, the host runs unpatched and one line says so."""
+    """Call ``callback`` with a freshly executed module. If it raises, the engine runs unpatched and a warning has the error."""
     global failure
     try:
         callback(module)
@@ -86,13 +86,13 @@ def hand_over(module: "ModuleType", callback: "Callable[[ModuleType], None]") ->
 
 
 def start(callback: "Callable[[ModuleType], None]", watched: "frozenset[str]" = WATCHED) -> None:
-    """Watch imports in this process. Idempotent. Modules that are already imported are not passed to the callback."""
+    """Watch imports. A second call changes nothing. Modules that are already imported are not passed to the callback."""
     if not any(isinstance(finder, Finder) and finder.watched == watched for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder(callback, watched))
 
 
 def watching() -> bool:
-    """Return whether a hook is active here: from ``start``, or from the ``.pth`` file, which waits for ``tensorrt_llm``."""
+    """Return whether this process has a hook: from ``start``, or from the ``.pth`` file, which waits for ``tensorrt_llm``."""
     return any((isinstance(finder, Finder) and finder.watched == WATCHED) or _waits(finder) for finder in sys.meta_path)
 
 

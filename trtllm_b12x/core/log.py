@@ -1,4 +1,4 @@
-"""Set up our logger, ``trtllm_b12x`` or a child of an engine's, and log some messages only once per process."""
+"""Set up our logger (``trtllm_b12x`` or a child of an engine's logger), and log some messages only once per process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from . import locks, process, settings
 
 _own = logging.getLogger("trtllm_b12x")
 logger = logging.LoggerAdapter(_own, None)
-"""An engine may replace the logger behind it by a child of its own."""
+"""Adapter whose logger ``configure`` may replace by a child of an engine's logger."""
 _said: set[Hashable] = set()
 _lock = locks.new()
 process.kept(_said.clear)
 
 
 def once(message: str, level: int = logging.WARNING, key: str = "") -> None:
-    """Log ``message`` unless this process has already logged it, or another with the same ``key``."""
+    """Log ``message`` unless this process has already logged it or another message with the same ``key``."""
     if first_time(key or message):
         logger.log(level, message)
 
@@ -47,8 +47,8 @@ class FallbackHandler(logging.Handler):
 def configure(name: str = "") -> None:
     """Set the level from ``TRTLLM_B12X_LOG``, and warn about each invalid ``TRTLLM_B12X*`` variable.
 
-    ``name`` is a child of an engine's logger, whose handlers and, without the variable, level apply. The child is not disabled
-    with the other loggers that a ``dictConfig`` does not name. Without ``name`` a fallback handler is added.
+    ``name`` is a child of an engine's logger. The engine's handlers apply, and its level if the variable is unset. ``dictConfig``
+    disables loggers that it does not name, but not this child. Without ``name``, a fallback handler is added.
     """
     if name:
         logger.logger = logging.getLogger(name)

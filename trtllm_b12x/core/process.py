@@ -1,4 +1,4 @@
-"""Reset the process-wide state of this package, and declare what outlives a reset."""
+"""Reset the process-wide state of this package, and list the state that outlives a reset."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def kept(forget: Callable[[], None]) -> Callable[[], None]:
 
 
 def forget() -> None:
-    """Reset all other process-wide state, as in a new process. Layers that exist are not changed."""
+    """Reset all process-wide state except ``PERMANENT``, as in a new process. Existing layers are not changed."""
     for reset in _kept:
         reset()

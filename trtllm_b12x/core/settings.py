@@ -14,23 +14,23 @@ _Value = TypeVar("_Value")
 FAMILIES = ("cuda", "b12x", "triton", "gemm", "grouped")
 """Names of the kernel families, in order of preference."""
 LARGEST_CROSSOVER = 8192
-"""Largest crossover, in tokens. Kernels are planned for up to this many."""
+"""Largest crossover, in tokens. Kernels are planned for up to this many tokens."""
 _ON_OFF = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
-"""``trtllm_b12x.pth`` knows the words for 0."""
+"""``trtllm_b12x.bootstrap`` repeats the words for 0."""
 
 
 @dataclass(frozen=True)
 class Switch(Generic[_Value]):
     name: str
     parse: Callable[[str], _Value]
-    """Function from a text to its value. It raises ValueError, with what it expects, for a text that is none."""
+    """Function that parses a text. For an invalid text it raises ValueError, whose message states the expected values."""
     default: str
     values: tuple[str, ...]
-    """Values for the table of the documentation."""
+    """Values in the documentation's table."""
     meaning: str
 
     def __call__(self) -> _Value:
-        """Return the current value. An invalid one counts as unset; ``complaints`` reports it."""
+        """Return the current value. An invalid value counts as unset, and ``complaints`` reports it."""
         try:
             return self.parse(os.environ.get(self.name, "").strip() or self.default)
         except ValueError:
@@ -124,12 +124,12 @@ SWITCHES = (ENABLED, CROSSOVER, FREEZE, HOPPER, KERNELS, W4A4_PREFILL, LOG)
 
 
 def counted(sm: int | None) -> int | None:
-    """Return the card that the rules of vLLM and SGLang see: SM120 for SM90 if ``TRTLLM_B12X_HOPPER`` says so."""
+    """Return the SM that the rules use in vLLM and SGLang: 120 for SM90 if ``TRTLLM_B12X_HOPPER`` is 1, else ``sm``."""
     return 120 if sm == 90 and HOPPER() else sm
 
 
 def complaints() -> list[str]:
-    """Return one message per ``TRTLLM_B12X*`` variable with an unknown name or value. ``doctor`` then exits with status 2."""
+    """Return one message per unknown ``TRTLLM_B12X*`` name or value. If there are messages, ``doctor`` exits with status 2."""
     known = {switch.name: switch for switch in SWITCHES}
     messages = []
     for name, value in sorted(os.environ.items()):

@@ -1,4 +1,4 @@
-"""Decide which kernel families can serve a layer. Pure functions from facts to verdicts."""
+"""Decide which kernel families can serve a layer. Pure functions map facts to verdicts."""
 
 from .decide import decide, resolve
 from .inputs import Deployment, Environment, Lacking, PayloadFault

@@ -10,11 +10,11 @@ from .verdicts import RejectReason, Resolution, joined
 
 
 def announce(resolution: Resolution, subject: str, rank: int = 0, alone: bool = False) -> None:
-    """Log each rejection whose reason this process has not logged yet. ``alone``: the host has no path for the layer's format.
+    """Log each rejection whose reason this process has not logged yet. ``alone``: TensorRT-LLM has no path for the format.
 
-    Rank 0 warns, with the commands, if the user can fix every reason against the family. The rest is logged at DEBUG. A family
-    is skipped if another one fails for a proper subset of its reasons. If the layer is served, each preferred family that was
-    refused gets one line, at INFO, or as a warning if its kernels failed.
+    Rank 0 warns, with the commands, if the user can fix every reason against the family. Other rejections are logged at DEBUG.
+    A family is skipped if another family fails for a proper subset of its reasons. If the layer is served, each preferred family
+    that was refused gets one line, at INFO, or as a warning if its kernels failed.
     """
     without = "has no implementation" if alone else "stays on CUTLASS"
     nearest = [set(verdict.reasons) for _, verdict in resolution.verdicts]

@@ -29,7 +29,7 @@ def decide(
     features: KernelFeatures = UNKNOWN,
     plan_error: str | None = None,
 ) -> Verdict:
-    """Apply every rule that binds the family. A rule abstains if its facts are unknown. Cached: most layers of a model are equal.
+    """Apply every rule that binds the family. A rule with unknown facts abstains. Results are cached: most layers are equal.
 
     ``plan_error`` is the first line of the error that planning this family's kernels raised.
     """
@@ -42,7 +42,7 @@ def decide(
     findings = {reason: text for rule in rules for reason, text in rule if reason in features.bound_by}
     if plan_error is not None:
         findings[RejectReason.KERNEL_PLAN_FAILED] = plan_error
-    # A newer FlashInfer also has expert parallelism.
+    # A newer FlashInfer also supports expert parallelism.
     newer = RejectReason.EXPERT_PARALLEL in findings and environment.flashinfer is not None
     newer = newer and RejectReason.FLASHINFER_TOO_OLD in features.bound_by
     pips = FLASHINFERS | {RejectReason.EXPERT_PARALLEL} if newer else FLASHINFERS
@@ -67,8 +67,8 @@ def resolve(
 ) -> Resolution:
     """Decide for each family, in order of preference.
 
-    If TensorRT-LLM has no path for the format, or vLLM none for the tensors (``hosts_path``), one of the families must
-    serve every call. ``plan_errors`` are those of ``decide``, by family.
+    If TensorRT-LLM has no path for the format, or vLLM has no path for the tensors (``hosts_path`` is False), one of the
+    families must serve every call. ``plan_errors`` maps a family to the ``plan_error`` of ``decide``.
     """
     facts = (shape, deployment, environment)
     verdicts = tuple((name, decide(*facts, features, plan_errors.get(name))) for name, features in families.items())

@@ -16,8 +16,8 @@ from .remedies import FLASHINFERS
 from .verdicts import KernelFeatures, RejectReason
 
 STATIC_ROUTED_ROWS = 1024
-"""Maximum number of (token, expert) pairs for b12x. Up to it FlashInfer uses its static kernel or a smaller one, beyond it the
-dynamic kernel, whose warps may miss a claim (docs/flashinfer-dynamic-claim.md). The limit goes when that is fixed."""
+"""Maximum number of (token, expert) pairs for b12x. Up to 1024, FlashInfer uses its static kernel or a smaller one. Beyond it,
+FlashInfer uses the dynamic kernel, whose warps may miss a claim (docs/flashinfer-dynamic-claim.md). A fix removes the limit."""
 
 ATOMIC_SUMS = (
     "b12x of FlashInfer before 0.7.0 adds with atomics, so two runs may differ in the last bits; "
@@ -46,7 +46,7 @@ def b12x(e: Environment) -> KernelFeatures:
         hidden_size_multiple=128,
         negative_ids=e.expert_parallel,
         graph_safe=True,
-        # From 0.7.0 on, static stores each route's result and sums in order, in groups of 256 columns, its tile.
+        # From 0.7.0 on, the static kernel stores each route's result and sums in order, in tiles of 256 columns.
         deterministic=None if e.tile is None else e.tile == 256,
         caveat="" if e.tile in (None, 256) else ATOMIC_SUMS,
         most_routes=STATIC_ROUTED_ROWS,
@@ -58,7 +58,7 @@ def triton(e: Environment) -> KernelFeatures:
     return KernelFeatures(
         name="triton",
         activations=frozenset({"Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu"}),
-        # The kernels take any multiple of 16. Hosts pad [up; gate] to 128 rows together and split it at half.
+        # The kernels take every multiple of 16. TensorRT-LLM pads [up; gate] together to 128 rows and splits it at half.
         tile=64,
         hidden_size_multiple=16,
         negative_ids=True,
@@ -88,7 +88,7 @@ def _derived(
     bound_by: frozenset[RejectReason] = frozenset(),
     **changes: Any,
 ) -> Features:
-    """Return the capabilities of ``family`` with other values, and with rules that bind these kernels less or more."""
+    """Return the capabilities of ``family`` with ``changes``, without the rules ``free_of`` and with the rules ``bound_by``."""
 
     def features(e: Environment) -> KernelFeatures:
         known = family(e)
@@ -103,7 +103,7 @@ _ROUTER_WEIGHT = frozenset({RejectReason.ROUTER_WEIGHT_ON_INPUT})
 triton_w4a16 = _derived(
     triton, _ATTENTION_DP, quantizations=frozenset({"W4A16_NVFP4"}), hidden_size_multiple=64, quantized_input=False
 )
-"""W4A16_NVFP4 decode. Ranks of attention-DP send each other 16-bit tokens."""
+"""W4A16_NVFP4 decode. Attention-DP ranks exchange 16-bit tokens."""
 triton_mxfp4 = _derived(
     triton,
     frozenset({RejectReason.BIAS, RejectReason.INTERMEDIATE_SIZE}),
@@ -115,7 +115,7 @@ triton_mxfp4 = _derived(
     dtypes=frozenset({"bfloat16"}),
     quantized_input=False,
 )
-"""MXFP4 decode. The host pads each rank's part, so that every intermediate size suits."""
+"""MXFP4 decode. The engine pads each rank's part, so every intermediate size is eligible."""
 triton_mxfp8 = _derived(
     triton,
     _ATTENTION_DP,
@@ -127,7 +127,7 @@ triton_mxfp8 = _derived(
     dtypes=frozenset({"bfloat16"}),
     quantized_input=False,
 )
-"""MXFP8 decode. Attention-DP ranks gather the output of our layers, which is always bf16 if the host has no path."""
+"""MXFP8 decode. Attention-DP ranks gather tokens, which our layers send in bf16 if TensorRT-LLM has no path."""
 
 grouped_nvfp4 = _derived(
     triton,
@@ -139,11 +139,11 @@ grouped_nvfp4 = _derived(
     oldest_sm=89,
     measured_from=64,
 )
-"""NVFP4 prefill. CUTLASS also serves it, so only token counts measured to be faster are used."""
+"""NVFP4 prefill. CUTLASS also serves NVFP4, so these kernels serve only token counts measured to be faster."""
 
 
 def grouped(e: Environment) -> KernelFeatures:
-    """Return the capabilities for MXFP8 prefill. No host path exists, so it serves even if Triton multiplies bfloat16, slowly."""
+    """Return the capabilities for MXFP8 prefill. It has no other path, so slow bfloat16 products of Triton are accepted."""
     return replace(triton_mxfp8(e), name="grouped", arithmetic="KERNEL", oldest_sm=89, every_count=True, caveat=e.upcast)
 
 
@@ -151,12 +151,12 @@ cuda, cuda_w4a16, cuda_mxfp4, cuda_mxfp8 = (
     _derived(decode, frozenset({RejectReason.TRITON}), frozenset({RejectReason.NVRTC}), name="cuda", oldest_sm=90, most_tokens=64)
     for decode in (triton, triton_w4a16, triton_mxfp4, triton_mxfp8)
 )
-"""Decode in one launch: as Triton's, up to 64 tokens and without Triton."""
+"""Decode in one launch, with the capabilities of ``triton``. The kernels serve up to 64 tokens without Triton."""
 
 gemm, gemm_w4a16, gemm_mxfp4, gemm_mxfp8 = (
     _derived(decode, most_tokens=None, name="gemm", measured_from=9) for decode in (cuda, cuda_w4a16, cuda_mxfp4, cuda_mxfp8)
 )
-"""Grouped products of 16-bit activations, for many routes an expert: served where the card has measured them to be faster."""
+"""Grouped products of 16-bit activations, for many routes per expert. They serve token counts measured faster on the card."""
 
 FAMILIES: tuple[Family, ...] = (
     Family("cuda", "NVFP4", cuda),
@@ -179,7 +179,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def rows(names: Iterable[str], quant_algo: str | None = None) -> Iterator[Family]:
-    """Yield each family's row for the format. If no family serves it, the first row of each."""
+    """Yield each family's row for the format, or each family's first row if the format is unknown."""
     form = formats.find(quant_algo)
     for name in names:
         yield from [family for family in FAMILIES if family.name == name and (form is None or family.format == form.name)][:1]

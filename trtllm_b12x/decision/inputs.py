@@ -52,21 +52,21 @@ class Environment:
     enabled: bool | None = None
     """False if ``TRTLLM_B12X`` is 0."""
     host: str | None = None
-    """``none`` (no TensorRT-LLM), its generation, ``installed`` (not examined yet) or ``unsupported`` (no adapter fits)."""
+    """State of TensorRT-LLM: ``none``, its generation, ``installed`` (not examined yet) or ``unsupported`` (no adapter fits)."""
     host_detail: str = ""
     """Difference from the nearest known generation."""
     sm: int | None = None
     """major * 10 + minor of the first visible GPU; 0 without one."""
     toolkit_cuda: tuple[int, int] | None = None
-    """Version of the CUDA toolkit that FlashInfer finds; (0, 0) if there is none."""
+    """Version of the CUDA toolkit that FlashInfer finds; (0, 0) without a toolkit."""
     dsl: str | None = None
     payload_cuda: tuple[int, int] | None = None
-    """CUDA version of the CuTe DSL payload that loads; (0, 0) if none loads."""
+    """CUDA version of the CuTe DSL payload that loads; (0, 0) if no payload loads."""
     payload_fault: PayloadFault | None = None
     payload_detail: str = ""
     """Installed wheels, or the first line of the error."""
     payload_file: str = ""
-    """Path of ``__init__.py`` of the ``cutlass`` package that loads."""
+    """Path of ``__init__.py`` in the ``cutlass`` package that loads."""
     payload_kept: bool = False
     """True if the result comes from an earlier process."""
     dsl_wheels: tuple[str, ...] = ()
@@ -77,14 +77,14 @@ class Environment:
     unmet: tuple[str, ...] = ()
     """Unmet requirements of FlashInfer and the CuTe DSL, as ``requirement (version is installed)``."""
     missing: tuple[str, ...] = ()
-    """Requirements of which no version is installed. Filled only if an import failed."""
+    """Requirements without an installed version. Filled only if an import failed."""
     expert_parallel: bool | None = None
     """True if every FlashInfer b12x kernel skips negative expert ids."""
     tile: int | None = None
-    """Intermediate size of FlashInfer's kernels is a multiple of this."""
+    """FlashInfer's kernels need an intermediate size that is a multiple of this number."""
     triton_lacks: tuple[Lacking, ...] | None = None
     """Missing items that prevent compiling a Triton kernel for the card."""
     nvrtc: bool | None = None
     """False if NVRTC, which compiles kernels of family ``cuda``, is not installed."""
     upcast: str = ""
-    """Reason why Triton multiplies bfloat16 instead of block-scaled codes; empty if it does not, or if not examined."""
+    """Reason why Triton multiplies bfloat16 instead of block-scaled codes. Empty if it multiplies codes or was not examined."""

@@ -49,7 +49,7 @@ def repair(e: Environment, newer_flashinfer: bool) -> tuple[tuple[str, ...], tup
     elif fault is PayloadFault.CU13_MISSING:
         install.append(f"nvidia-cutlass-dsl-libs-cu13=={e.dsl}")
     elif RejectReason.DSL_PAYLOAD in wrong and not e.missing and fault not in _NOT_BY_PIP:
-        # Wheels before DSL 4.6 share paths: install cu13 last, or alone if only its files were overwritten.
+        # Wheels before DSL 4.6 share paths: install cu13 last, or only cu13 if just its files were overwritten.
         wheels = e.dsl_wheels or ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13")
         shadowed = fault is PayloadFault.SHADOWED
         reinstall += [f"{name}=={e.dsl}" for name in wheels if name.endswith("-cu13") or not shadowed]

@@ -15,7 +15,7 @@ Finding = tuple[RejectReason, str]
 
 OLDEST_FLASHINFER = (0, 6, 18)
 """Oldest supported release; the newest TensorRT-LLM pins it. In 0.6.17 the static kernel drops half of a tile's rows and takes
-its stream as an argument. 0.6.9 to 0.6.16 have neither exact scales (``input_global_scale``) nor a cooperative launch."""
+its stream as an argument. 0.6.9 to 0.6.16 lack exact scales (``input_global_scale``) and a cooperative launch."""
 EXPERT_PARALLEL_FLASHINFER = (0, 7, 2)
 """Oldest release whose kernels skip negative ids and are compiled for every token count."""
 COMPLETE_FLASHINFER = "flashinfer-python>=0.7.2,<0.7.4"
@@ -46,7 +46,7 @@ def machine_findings(e: Environment) -> Iterator[Finding]:
         yield RejectReason.HOST, e.host_detail or unknown
     if e.sm is not None and e.sm not in SERVED_SM:
         yield RejectReason.SM, f"the GPU is SM{e.sm}" if e.sm else "no GPU is visible"
-    # The check of FlashInfer: nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py).
+    # FlashInfer checks nvcc's version, or torch's (jit/cpp_ext.py, get_cuda_version; b12x_moe.py).
     if e.toolkit_cuda == (0, 0):
         yield RejectReason.TOOLKIT, "FlashInfer finds no CUDA toolkit: no nvcc, and torch is built without CUDA"
     elif e.toolkit_cuda is not None and e.toolkit_cuda < (13, 0):
@@ -54,7 +54,7 @@ def machine_findings(e: Environment) -> Iterator[Finding]:
     if e.dsl == "none":
         yield RejectReason.DSL_MISSING, "nvidia-cutlass-dsl is not installed"
     elif e.payload_cuda is not None and e.payload_cuda < (13, 0):
-        # It compiles invalid PTX and the server dies at model start (TensorRT-LLM issue 15853).
+        # An older payload compiles invalid PTX and the server dies at model start (TensorRT-LLM issue 15853).
         loads = (
             f"the CuTe DSL {e.dsl} loads its CUDA {e.payload_cuda[0]}.{e.payload_cuda[1]} payload" if e.payload_cuda[0] else ""
         )
@@ -84,8 +84,8 @@ def layer_findings(p: LayerShape, d: Deployment, f: KernelFeatures) -> Iterator[
     if p.quant_algo not in (None, *f.quantizations):
         name = "not quantized" if p.quant_algo == "none" else p.quant_algo
         yield RejectReason.QUANTIZATION, f"the experts are {name}, not {' or '.join(sorted(f.quantizations))}"
-    # 128 is the QuantConfig default of the host, i.e. unset. NVFP4 methods ignore the field or (2026) reject other values.
-    # W4A16_NVFP4's ignores it (commit 02320c35): of a group of 32, half of the scales are zero there.
+    # 128 is TensorRT-LLM's QuantConfig default, i.e. unset. NVFP4 methods ignore the field or (2026) reject other values.
+    # TensorRT-LLM's W4A16_NVFP4 method ignores the field (commit 02320c35): half of the scales are zero with groups of 32.
     if p.quant_algo in f.quantizations and p.group_size not in (None, f.group_size, 128):
         yield RejectReason.GROUP_SIZE, f"{p.quant_algo} with group size {p.group_size}, not {f.group_size}"
     if p.pre_quant_scale:
@@ -136,17 +136,17 @@ def _size_per_rank(p: LayerShape, d: Deployment) -> float | None:
 
 
 def refused_by_hosts(shape: LayerShape, deployment: Deployment, served: bool) -> list[str]:
-    """List which TensorRT-LLM versions refuse this layer before any rule of ours, and why. For tools outside the server.
+    """List which TensorRT-LLM versions refuse this layer before our rules run, and why. Only tools outside the server call it.
 
-    ``served``: our kernels serve it, and our layer pads its size.
+    ``served`` is True if our kernels serve the layer. Our layer then pads its size.
     """
     if shape.quant_algo != _NVFP4:
         return []
     faults, size = [], _size_per_rank(shape, deployment)
-    # nvfp4_fc1_row_alignment_rejection (impl_contract.py): hosts pad [up; gate] to 128 rows together, split at half.
+    # TensorRT-LLM pads [up; gate] together to 128 rows, split at half: nvfp4_fc1_row_alignment_rejection (impl_contract.py).
     if not served and shape.activation == "Swiglu" and size is not None and size % 64:
         faults.append(f"intermediate size {size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size")
-    # create_weights (quantization.py) raises NotImplementedError for other block widths. Older hosts ignore the field.
+    # create_weights (quantization.py) raises NotImplementedError for other block widths. Older versions ignore it.
     if shape.group_size not in (None, 16):
         faults.append(f"NVFP4 with group size {shape.group_size}; {RejectReason.GROUP_SIZE.value}")
     return [f"TensorRT-LLM from August 2026 on refuses it: {fault}" for fault in faults]

@@ -53,7 +53,7 @@ class KernelFeatures:
 
     name: str
     activations: frozenset[str] = frozenset()
-    """Names of ``ActivationType`` members of TensorRT-LLM. Empty: unknown."""
+    """Names of TensorRT-LLM's ``ActivationType`` members. Empty if unknown."""
     tile: int = 128
     """Weights are padded so that the intermediate size is a multiple of this."""
     hidden_size_multiple: int = 1
@@ -63,11 +63,11 @@ class KernelFeatures:
     deterministic: bool | None = None
     """True if two runs give bitwise equal results."""
     caveat: str = ""
-    """Sentence that ``doctor`` and the log line after load add when these kernels serve."""
+    """Sentence that ``doctor`` and the log line after weight loading add when these kernels serve."""
     arithmetic: str = "KERNEL"
-    """Rounding points of the kernels: name of a member of ``trtllm_b12x.tools.verify.reference.Arithmetic``."""
+    """Rounding points of the kernels, as a member name of ``trtllm_b12x.tools.verify.reference.Arithmetic``."""
     quantizations: frozenset[str] = frozenset({"NVFP4"})
-    """Names of ``QuantAlgo`` members of TensorRT-LLM."""
+    """Names of TensorRT-LLM's ``QuantAlgo`` members."""
     group_size: int = 16
     """Number of elements that share a block scale."""
     dtypes: frozenset[str] = frozenset({"bfloat16"})
@@ -77,11 +77,11 @@ class KernelFeatures:
     quantized_input: bool = False
     """True if the kernels also accept input that TensorRT-LLM has already quantized."""
     most_tokens: int | None = None
-    """Maximum number of tokens in one call. None: no limit."""
+    """Maximum number of tokens in one call. None means no limit."""
     most_routes: int | None = None
-    """Maximum number of (token, expert) pairs in one call. None: no limit."""
+    """Maximum number of (token, expert) pairs in one call. None means no limit."""
     every_count: bool = False
-    """True if the kernels serve calls of any size. A format without a host path needs one such family."""
+    """True if the kernels serve calls of any size. A format that the engine cannot serve needs one such family."""
     measured_from: int = 0
     """Smallest token count served. If not 0, the family serves only the counts at which it was measured to be the fastest."""
     bound_by: frozenset[RejectReason] = frozenset(RejectReason) - {RejectReason.TRITON, RejectReason.NVRTC, RejectReason.UPCAST}
@@ -102,7 +102,7 @@ class Rejection:
     moves: tuple[str, ...] = ()
     """``name version`` of each installed package that the commands replace by another version."""
     advice: str = ""
-    """Remedy if no command can be given. Empty: the value of ``reason`` is the remedy."""
+    """Remedy if no command can be given. If empty, the value of ``reason`` is the remedy."""
 
     @property
     def remedy(self) -> str:
@@ -152,7 +152,7 @@ class Verdict:
 class Resolution:
     """Decision on one layer: each family considered, in order of preference, with its verdict.
 
-    The layer is served if any family is eligible. ``rejections`` is then empty, and ``refused`` lists why other families are not.
+    The layer is served if a family is eligible. ``rejections`` is then empty, and ``refused`` has the other families' reasons.
     """
 
     verdicts: tuple[tuple[str, Verdict], ...]
@@ -169,7 +169,7 @@ class Resolution:
 
     @property
     def refused(self) -> tuple[tuple[str, Rejection], ...]:
-        """Return (family, rejection) pairs. A rejection shared by several families appears once, with the first of them."""
+        """Return (family, rejection) pairs. A rejection that several families share appears once, with the first family."""
         first_family: dict[Rejection, str] = {}
         for name, verdict in self.verdicts:
             for rejection in verdict.rejections:

@@ -1,1 +1,1 @@
-"""Which kernel serves how many tokens: measured on the card, or a fixed threshold."""
+"""Choose which kernel serves how many tokens, by measurements on the card or by a fixed threshold."""

@@ -1,7 +1,7 @@
 """Decide which kernel serves how many tokens, once per geometry: the setting, stored times, a measurement, or the default.
 
-A layer asks at its first eager call whose kernels are tested, and once more if the host tunes its own path later: only then is
-that path's time fair. Until then, and where nothing can be measured, the fixed threshold holds. A captured graph keeps the
+A layer decides at its first eager call with tested kernels, and once more if the engine tunes its own path later: only then is
+the path's time fair. Until then, and where nothing can be measured, the fixed threshold holds. A captured graph keeps the
 kernels that it captured.
 """
 
@@ -26,13 +26,13 @@ from .schedule import EVERY, Schedule, default_crossover
 from .timing import RouteSampler, TimedPath
 
 _ROWS = 32
-"""Routed rows per local expert up to which kernels are planned if the card decides: two of Triton's largest blocks."""
+"""Routed rows per local expert up to which kernels are planned if a measurement decides: two of Triton's largest blocks."""
 _TOKENS = (64, 256)
-"""Kernels are planned for at least and at most so many tokens."""
+"""Kernels are planned for at least the first and at most the second number of tokens."""
 UNTUNED, TUNED = 0, 1
-"""Stages of a process, before and after the host's autotuner has run."""
+"""Stages of a process, before and after the engine's autotuner has run."""
 Paths = Callable[[], Mapping[str, TimedPath]]
-"""Function that returns the families and the host's path, to be timed."""
+"""Function that returns the families and the engine's path, to be timed."""
 
 
 _lock = locks.new()
@@ -75,7 +75,7 @@ def default_policy() -> FixedThreshold:
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Let the first family of layers that are loaded in here serve every count that it can, to see what it computes."""
+    """Let the first family of layers loaded in the block serve every count that it can, to see what it computes."""
     global _unmeasured
     before, _unmeasured = _unmeasured, True
     try:
@@ -85,20 +85,20 @@ def unmeasured() -> Iterator[None]:
 
 
 def stage() -> int:
-    """Return the stage of this process. It changes when layers should ask again."""
+    """Return the stage of this process. The stage changes when layers should decide again."""
     return _stage
 
 
 def tuning() -> None:
-    """Note that the host's autotuner is at work."""
+    """Record that the engine's autotuner is running."""
     global _stage
     _stage = TUNED
 
 
 def paths_of(schedules: Sequence[Schedule], host: TimedPath | None) -> dict[str, TimedPath]:
-    """Return what is timed: every form of every kernel, over layers of equal schedules, and ``HOST``.
+    """Return the paths to time: every variant of every kernel, over layers of equal schedules, and ``HOST``.
 
-    ``host`` is None if the host has no path; a family that serves every count then takes its place.
+    ``host`` is None if the engine has no path; a family that serves every count then takes its place.
     """
     first, paths = schedules[0], {}
     base = first.families.get(first.base)
@@ -107,7 +107,7 @@ def paths_of(schedules: Sequence[Schedule], host: TimedPath | None) -> dict[str,
     assert host is not None
     for name, kernel in first.forms.items():
         if kernel is not base:
-            # Prefill rarely runs in a graph. Launch time then counts for kernels of prompts; the host path is timed without it.
+            # Prefill rarely runs in a graph. Launch time then counts for prompt kernels; the engine's path is timed without it.
             captured = bool(kernel.features.graph_safe) and kernel.features.measured_from < DEFAULT_CROSSOVER
             paths[name] = TimedPath([schedule.forms[name].run for schedule in schedules], kernel.serves, captured)
     return {**paths, HOST: host}
@@ -116,10 +116,10 @@ def paths_of(schedules: Sequence[Schedule], host: TimedPath | None) -> dict[str,
 def ensure_measured(
     schedule: Schedule, device: torch.device, paths: Paths, sample_routes: RouteSampler, host: str
 ) -> tuple[DispatchPolicy, bool]:
-    """Return the policy of the schedule's geometry, which is decided if need be, and whether it is final at this stage.
+    """Return the policy of the schedule's geometry, decided if necessary, and whether the policy is final at this stage.
 
-    ``paths`` is asked for only if they are to be measured; what one raises then is raised. Times are stored by ``host``, the
-    name of the host's generation.
+    ``paths`` is called only for a measurement, whose exceptions are raised. Times are stored by ``host``, the name of the
+    engine's generation.
     """
     geometry = schedule.kernels[0].geometry
     if not timing.possible(device):
@@ -127,13 +127,13 @@ def ensure_measured(
         return schedule.policy, True
     if not schedule.settled:
         return schedule.policy, False
-    stage = TUNED if schedule.base else _stage  # the host tunes nothing for kernels of ours
+    stage = TUNED if schedule.base else _stage  # the engine's autotuner does not tune our kernels
     now, before = ((geometry, tuple(schedule.families), str(device), at) for at in (stage, UNTUNED))
     with _lock:
         policy = _policies.get(now)
         final = policy is not None or not torch.cuda.is_current_stream_capturing()
         if policy is None and final:
-            # Stays if the measurement fails: the geometry's other layers do not try.
+            # This policy stays if the measurement fails: the geometry's other layers do not retry.
             _policies[now] = _policies.get(before) or default_policy()
             policy = _policies[now] = _policy(schedule, device, stage == TUNED, paths, sample_routes, host)
             _log(Schedule(schedule.families, policy, schedule.hostless))
@@ -171,12 +171,12 @@ def _policy(
 
 
 def _log(schedule: Schedule) -> None:
-    with suppress(Exception):  # a log that fails costs no kernel
+    with suppress(Exception):  # an error in logging must not stop a kernel
         log.once(f"{schedule.kernels[0].geometry}: {schedule.summary}", logging.INFO)
 
 
 def key_of(geometry: Geometry, device: torch.device, schedule: Schedule, host: str, tuned: bool) -> store.Key:
-    """Return what a measurement on ``device`` is valid for."""
+    """Return the conditions under which a measurement on ``device`` is valid."""
     families = [name for name in schedule.forms if name != schedule.base]
     sizes = {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in asdict(geometry).items()}
     card: dict[str, Any] = {"name": device.type}

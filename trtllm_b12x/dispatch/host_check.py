@@ -1,9 +1,9 @@
 """Judge the engine's own path, which serves prefill: users report SM12x cards on which its NVFP4 products are wrong.
 
-It is compared with the scales of the checkpoint in its own arithmetic, which is closer than float32: activations that are
-quantized cost 0.13 and more, which would hide half of an error.
+The reference has the checkpoint's scales and the path's own arithmetic. In float32 it would differ by 0.13 and more, because
+activations are quantized, which would hide half of an error.
 
-Once for a geometry, a device and a stage of the process, on the weights of the layer that asks first, in every process anew.
+Every process judges once per geometry, device and stage, on the weights of the first layer that calls ``judge``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPORTS = {
     "SGLang": "https://github.com/flashinfer-ai/flashinfer/issues/2723",
     "vLLM": "https://github.com/vllm-project/vllm/issues/48898",
 }
-"""Report of wrong NVFP4 products on these cards, by engine. SGLang's is of FlashInfer's experts, others are of dense layers."""
+"""Reports of wrong NVFP4 products on these cards, by engine. SGLang's concerns FlashInfer's experts; others, dense layers."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class Verdict:
     """Result of judging an engine's path."""
 
     wrong: bool
-    """An error is beyond its bound."""
+    """True if an error is beyond its bound."""
     text: str
     """The error and its bound, or why nothing was judged."""
 
 
 @dataclass(frozen=True)
 class HostPath:
-    """An engine's own path through one layer, and what a warning names."""
+    """An engine's own path through one layer, with the names for a warning."""
 
     run: Callable[[MoECall], torch.Tensor]
     engine: str
     """A key of ``REPORTS``."""
     version: str
     layer: str
-    """Such as "MoE layer 3"."""
+    """For example "MoE layer 3"."""
 
 
 _lock = locks.new()
@@ -60,7 +60,7 @@ process.kept(_prepared.clear)
 
 
 def prepare(geometry: Geometry, weights: Any, device: torch.device) -> None:
-    """Let torch load the kernels that ``judge`` calls, once for a format and a device: at load, so that no request waits."""
+    """Load torch's kernels that ``judge`` calls, once per format and device, at weight loading, so that no request waits."""
     key = geometry.format, str(device)
     if geometry.format in CUTLASS and key not in _prepared:
         _prepared.add(key)
@@ -69,17 +69,17 @@ def prepare(geometry: Geometry, weights: Any, device: torch.device) -> None:
 
 
 def judge(kernel: Kernel, first_expert: int, path: HostPath, stage: int, instead: str, one_scale: bool = False) -> Verdict:
-    """Compare the engine's path with the reference, once at this stage; warn if it is wrong. An error there is no verdict.
+    """Compare the engine's path with the reference, once per stage; warn if the path is wrong. An exception is not a verdict.
 
     Args:
-        instead: what serves then.
-        one_scale: gate and up have different scales, of which the path takes one. The load has said so.
+        instead: the warning's words on what serves if the path is wrong.
+        one_scale: gate and up have different scales, and the path applies one to both. Weight loading has logged it.
     """
     geometry, device = kernel.geometry, kernel.device
     key = geometry, str(device), stage, one_scale
     with _lock:
         if key not in _verdicts:
-            _verdicts[key] = Verdict(False, "not judged")  # whatever comes, it is not tried again
+            _verdicts[key] = Verdict(False, "not judged")  # judged only once, even after an exception
             try:
                 _verdicts[key] = verdict = _judged(geometry, kernel.weights, first_expert, path)
             except Exception as error:

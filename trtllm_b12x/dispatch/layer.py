@@ -1,4 +1,4 @@
-"""The kernels of one layer: planned, bound, tested, and chosen call by call."""
+"""Plan, bind and test the kernels of one layer, and choose one for each call."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .timing import RouteSampler
 LIKE = 1.01
 """Ratio up to which scales of gate and up count as equal."""
 _failures: dict[tuple[str, Geometry, str], str] = {}
-"""Plans that failed for good on this rank since the last model began to load: no further layer tries them."""
+"""Errors of plans that failed permanently on this rank since the last model began to load. Further layers do not try them."""
 _ahead: set[tuple[Any, ...]] = set()
-"""Geometries, devices and families that a thread compiles for, or has."""
+"""Geometries, devices and families that a thread compiles for or has compiled for."""
 _model_is_built = False
-"""Weights have been loaded: the next layer is another model's."""
+"""True once weights have been loaded. The next new layer then belongs to another model."""
 process.kept(_failures.clear)
 process.kept(_ahead.clear)
 
@@ -39,22 +39,22 @@ class LayerDispatch:
     """Plans, binds and selects the kernels of one layer. An engine's layer holds one and hands it weights and calls."""
 
     def __init__(self, kernels: Mapping[str, type[Kernel]] = MappingProxyType({}), max_num_tokens: int | None = None) -> None:
-        """Take the families that may serve the layer, the preferred one first, and the largest batch that the host announced."""
+        """Take the families that may serve the layer, the preferred one first, and the engine's largest batch."""
         global _model_is_built
         self.kernels, self.max_num_tokens = kernels, max_num_tokens
         self.schedule = self.detached = EMPTY_SCHEDULE
         self.waiting: dict[str, int] = {}
-        """Families that no call reaches before a measurement, with the token counts to plan them for. ``plan_waiting`` does."""
+        """Families that no call reaches before a measurement, with the token counts that ``plan_waiting`` plans them for."""
         self.decided = False
-        """There is nothing more to measure."""
+        """True if nothing is left to measure."""
         self.host: host_check.Verdict | None = None
-        """On the engine's own path, once it was judged."""
+        """Verdict on the engine's own path, once it was judged."""
         self.scale_ratio = 1.0
-        """Largest ratio of the scales of gate and up, if the engine's own path takes one for both. To be set before a load."""
+        """Largest ratio of gate and up scales, if the engine's own path applies one to both. Set it before ``load``."""
         self.scoring: Scoring | None = None
-        """How calls are routed, if the engine hands over router logits. To be set before a load."""
+        """How calls are routed, if the engine passes router logits. Set it before ``load``."""
         self._routing: dict[str, Kernel] = {}
-        """By family, kernels that take router logits."""
+        """Kernels that take router logits, by family."""
         self._errors: dict[str, str] = {}
         self._layer: Any = None
         """Geometry, weights, device and first expert."""
@@ -68,8 +68,8 @@ class LayerDispatch:
     ) -> dict[str, str]:
         """Plan, bind and test the kernels of the eligible families. May compile, allocate and synchronize.
 
-        A family that serves only what a measurement may give it waits for that. A thread compiles its kernels meanwhile. Return
-        the first line of what failed, by family. A family that no call would reach is neither planned nor named.
+        A family that serves only after a measurement waits for it, while a thread compiles its kernels. Return the first line of
+        each error, by family. A family that no call would reach is skipped.
         """
         global _model_is_built
         _model_is_built = True
@@ -79,7 +79,7 @@ class LayerDispatch:
         # The largest count of each family that a call may reach without a measurement.
         ends = {name: EVERY if self.kernels[name].features.every_count else policy.first - 1 for name in limits}
         reached = {name: min(limit, ends[name]) for name, limit in limits.items()}
-        # The first family, and those that serve calls beyond it, are planned below. Others wait, and take no processor from them.
+        # The first family and those that serve calls beyond it are planned below. Others wait, so that they do not take CPU time.
         first = next((name for name, limit in limits.items() if self.kernels[name].fits(geometry, limit, device)), "")
         if soon := {name: limit for name, limit in limits.items() if first and reached[name] > limits[first]}:
             self._compile_ahead({first: limits[first]} | soon, geometry, device)
@@ -102,7 +102,7 @@ class LayerDispatch:
         if bound and not self.schedule.base:
             host_check.prepare(geometry, weights, device)
         if errors and device.type == "cuda":
-            torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+            torch.cuda.empty_cache()  # the engine sizes its KV cache by free memory
         return errors
 
     def plan_waiting(self) -> dict[str, str]:
@@ -117,7 +117,7 @@ class LayerDispatch:
         return self._errors | errors if errors else {}
 
     def _add(self, name: str, limit: int, bound: dict[str, Kernel], errors: dict[str, str]) -> None:
-        """Plan a family for ``limit`` tokens, bind and test it; add it to ``bound``, or what failed to ``errors``."""
+        """Plan a family for ``limit`` tokens, bind and test it. Add the kernel to ``bound``, or its error to ``errors``."""
         geometry, weights, device, first_expert = self._layer
         plan = name, geometry, str(device)
         try:
@@ -138,7 +138,7 @@ class LayerDispatch:
                 _failures[plan] = errors[name]
 
     def _add_routing(self, name: str, limit: int) -> None:
-        """Plan, bind and test the kernel of a family that takes router logits. If that fails, all calls are routed first."""
+        """Plan, bind and test a family's kernel that takes router logits. After a failure, the engine routes all calls."""
         geometry, weights, device, first_expert = self._layer
         geometry = replace(geometry, scoring=self.scoring)
         plan, kernel = (name, geometry, str(device)), self.kernels[name]()
@@ -156,7 +156,7 @@ class LayerDispatch:
             self._routing[name] = kernel
 
     def run_logits(self, call: MoECall) -> torch.Tensor | None:
-        """Return the output of a kernel that routes by itself; None if the call has to be routed first, as after an error."""
+        """Return the output of a kernel that routes by itself; None if the engine has to route the call, as after an error."""
         kernel = self.schedule.with_logits(call.x.shape[0])
         try:
             return None if kernel is None else kernel.run(call)
@@ -165,7 +165,7 @@ class LayerDispatch:
         return None
 
     def route_first(self, error: Exception) -> None:
-        """Leave router logits to the engine after an error of ours. One line says so."""
+        """Let the engine route all calls after an error of ours, and log one line."""
         geometry = self.schedule.kernels[0].geometry if self.schedule.kernels else "a MoE layer"
         log.once(f"{geometry}: calls are routed by the engine after an error of ours: {first_line(error)}")
         self._routing = {}
@@ -176,7 +176,7 @@ class LayerDispatch:
         return kernel if kernel is not None and kernel.device == device else None
 
     def _compile_ahead(self, limits: Mapping[str, int], geometry: Geometry, device: torch.device) -> None:
-        """Let a thread compile for these families in order, once for a geometry. What fails there is left to their plans."""
+        """Compile these families' kernels in a thread, in order, once per geometry. Their plans repeat what fails there."""
         key = geometry, str(device), *limits
         if not limits or device.type != "cuda" or key in _ahead:
             return
@@ -198,12 +198,12 @@ class LayerDispatch:
         return limit if limit >= features.measured_from else 0
 
     def bind(self, weights: Any, first_expert: int) -> None:
-        """Take weights that have other addresses."""
+        """Bind weights that have moved."""
         geometry, _, device, _ = self._layer
         self._layer = geometry, weights, device, first_expert
         for kernel in (*self.schedule.kernels, *self._routing.values()):
             kernel.bind(weights, first_expert)
-        self._schedule(self.schedule.families, self.schedule.policy)  # with their forms
+        self._schedule(self.schedule.families, self.schedule.policy)  # with their variants
 
     def should_measure(self) -> bool:
         """Return whether ``measure`` has something to decide at this stage of the process."""
@@ -211,7 +211,7 @@ class LayerDispatch:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """After an error in the block nothing is measured at this stage. The kernels serve as before, and one line says so."""
+        """Suppress and log an error in the block. The kernels then serve as before, and this stage measures nothing more."""
         try:
             yield
         except Exception as error:
@@ -221,7 +221,7 @@ class LayerDispatch:
             log.once(f"the crossover of {geometry} cannot be measured: {first_line(error)}")
 
     def measure(self, device: torch.device, paths: crossover.Paths, sample_routes: RouteSampler, host: str) -> None:
-        """Take the policy of the layer's geometry, which is measured if need be; see ``crossover.ensure_measured``."""
+        """Apply the policy of the layer's geometry, measured if necessary; see ``crossover.ensure_measured``."""
         stage = crossover.stage()
         policy, final = crossover.ensure_measured(self.schedule, device, paths, sample_routes, host)
         self._schedule(self.schedule.families, policy)
@@ -229,7 +229,7 @@ class LayerDispatch:
             self._stage, self.decided = stage, stage == crossover.TUNED
 
     def judge_host(self, path: HostPath) -> None:
-        """Judge the engine's own path. If it is wrong, kernels serve the counts that it would, as far as they can."""
+        """Judge the engine's own path. If the path is wrong, our kernels serve its counts as far as they can."""
         if self.schedule.base or not self.schedule.settled or torch.cuda.is_current_stream_capturing():
             return
         name, last = self._instead()
@@ -250,13 +250,13 @@ class LayerDispatch:
         return (self.host is not None and self.host.wrong) or self.scale_ratio > LIKE
 
     def _instead(self) -> tuple[str, int]:
-        """Return what serves if the engine's path is wrong, and up to how many tokens: ``EVERY`` by a family for prompts."""
+        """Return what serves if the engine's path is wrong, and its largest token count: ``EVERY`` for a family for prompts."""
         limits = {name: kernel.capacity for name, kernel in self.schedule.families.items()} | self.waiting
         name = next((name for name in reversed(limits) if self.kernels[name].features.measured_from), "")
         return (name, EVERY) if name else ("+".join(limits), max(limits.values(), default=0))
 
     def tell_of_halves(self, layer: str, host: str) -> None:
-        """Say who serves prompts if gate and up have different scales and ``host``, the engine's path, takes one for both."""
+        """Log what serves prompts if gate and up have different scales and ``host``, the engine's path, applies one to both."""
         ratio, (name, last) = self.scale_ratio, self._instead()
         if ratio <= LIKE or not self.schedule.kernels:
             return
@@ -270,12 +270,12 @@ class LayerDispatch:
         )
 
     def drop(self) -> None:
-        """Send all further calls to the host. Graphs that were captured stay valid: they own their workspace."""
+        """Send all further calls to the engine. Captured graphs stay valid, because they own their workspace."""
         self.schedule = self.detached = EMPTY_SCHEDULE
         self.waiting, self._layer, self._routing = {}, None, {}
 
     def moved_to(self, device: torch.device) -> bool:
-        """Detach kernels that do not run on ``device`` until the layer is back. Return whether there are some to bind again."""
+        """Detach the kernels of a layer that has moved to ``device``. Return whether they run there and can be bound again."""
         schedule = self.schedule if self.schedule.kernels else self.detached
         self.schedule, self.detached = EMPTY_SCHEDULE, schedule
         return bool(schedule.kernels) and all(kernel.runs_on(device) for kernel in schedule.kernels)

@@ -1,7 +1,7 @@
-"""Choose the path that serves a token count, from measured times or by a fixed threshold. Pure: no torch.
+"""Choose the path that serves a token count, from measured times or by a fixed threshold. This module does not import torch.
 
-A row is a token count with the microseconds of one call on each path: kernel families, by name and form, and ``HOST``. Between
-two measured counts, a path's time relative to the host's is interpolated, its logarithm over that of the count.
+A row is a token count with the microseconds of one call on each path: kernel families, by name and variant, and ``HOST``. Between
+two measured counts, the logarithm of a path's time relative to the engine's is interpolated over the logarithm of the count.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 HOST = "host"
-"""The host's path, with its quantization of the input. If the host has none, the family that serves every count."""
+"""The engine's own path, with its quantization of the input. Without such a path: the family that serves every count."""
 GAIN = 0.97
-"""A kernel serves a count if it takes at most this share of the host's time. Where a family of ours stands in for the host, equal
-times suffice."""
+"""A kernel serves a count if it takes at most this share of the engine's time. If one of our families stands in for the
+engine, equal times suffice."""
 DEFAULT_CROSSOVER = 64
-"""First token count that CUTLASS serves if nothing was measured: what TensorRT-LLM's own b12x backend uses
+"""First token count that CUTLASS serves without measurements, as in TensorRT-LLM's own b12x backend
 (``_PREFILL_VIA_CUTLASS_THRESHOLD``, PR 13773)."""
 COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Token counts that are measured, as far as a kernel serves them; 10 because ``cuda`` gathers routes from 9 on."""
@@ -27,24 +27,24 @@ Rows = Mapping[int, Mapping[str, float]]
 LARGEST = 8192
 """Largest token count that is measured."""
 _LONGEST_US = 1e9
-"""Longest time of a call that is believed."""
+"""Longest credible time of a call."""
 
 
 class FixedThreshold:
-    """The first family serves fewer than ``first`` tokens, the host the rest."""
+    """Policy by which the first family serves fewer than ``first`` tokens, and the engine serves the rest."""
 
     def __init__(
         self, first: int = DEFAULT_CROSSOVER, source: str = "default", measured: bool = False, asked: bool = False
     ) -> None:
-        """Take the threshold, and whose word it is.
+        """Take the threshold and its source.
 
-        ``measured``: families that serve only where they were measured take part. ``asked``: the user's setting says so, and is
-        obeyed even if the host's path is wrong.
+        ``measured``: families that serve only where they were measured take part. ``asked``: the threshold is the user's setting,
+        which holds even if the engine's path is wrong.
         """
         self.first, self.source, self.measured, self.asked = first, source, measured, asked
 
     def select(self, tokens: int, serving: Sequence[str]) -> str | None:
-        """Return one of ``serving``, the families that serve so many tokens in order of preference, or None for the host."""
+        """Return one of ``serving``, the families that serve this count in order of preference, or None for the engine."""
         return serving[0] if serving and tokens < self.first else None
 
 
@@ -52,7 +52,7 @@ class Timings:
     """Measured rows of one geometry, by token count."""
 
     def __init__(self, rows: Rows) -> None:
-        """Raise ValueError, with the first of its rows that cannot have been measured, if there is one, or no row at all."""
+        """Raise ValueError if there are no rows, or with the first row that cannot have been measured."""
         if not rows:
             raise ValueError("no counts")
         for tokens, paths in rows.items():
@@ -73,9 +73,9 @@ class Timings:
             self.last.update((name.split()[0], tokens) for name in paths)
 
     def around(self, tokens: int) -> tuple[int, int, float]:
-        """Return the measured count whose ratio to ``tokens`` is closest to one, the one on the other side, and its weight.
+        """Return the measured count whose ratio to ``tokens`` is closest to one, its neighbor beyond ``tokens``, and the weight.
 
-        Of two as close it is the smaller. Where there is no other side it is the same count.
+        Of two equally close counts, the smaller comes first. Without a neighbor, the same count is returned twice.
         """
         above = bisect.bisect_left(self.counts, tokens)
         near, *_, far = sorted(self.counts[max(above - 1, 0) : above + 1] * 2, key=lambda n: max(n / tokens, tokens / n))
@@ -91,21 +91,21 @@ def _short(value: object) -> str:
 
 
 class MeasuredPolicy:
-    """The fastest path by measured times. A family does not serve more tokens than it was measured with: the host does."""
+    """Policy that chooses the fastest path by measured times. A family serves at most as many tokens as it was measured with."""
 
     measured = True
 
     def __init__(self, timings: Timings, source: str, asked: bool = False, base: str = "") -> None:
-        """``source``: "measured in 1.2 s", "stored", or the setting that named a file, which the user ``asked`` for.
+        """``source``: "measured in 1.2 s", "stored", or the setting that names a file. ``asked``: the user set it.
 
-        ``base``: the family in the place of a host without a path. Others need not be 3 % faster than it.
+        ``base``: the family that stands in for an engine without a path. Others need not be 3 % faster than ``base``.
         """
         self.timings, self.source, self.asked, self.base = timings, source, asked, base
 
     def select(self, tokens: int, serving: Sequence[str]) -> str | None:
         first, second, weight = self.timings.around(tokens)
         near, far = self.timings.rows[first], self.timings.rows[second]
-        times = {HOST: 1.0}  # relative to the host's
+        times = {HOST: 1.0}  # relative to the engine's
         for name in serving:
             family = name.split()[0]
             if tokens > self.timings.last.get(family, 0):
@@ -115,7 +115,7 @@ class MeasuredPolicy:
                 if name in far:
                     times[name] *= (far[name] / far[HOST] / times[name]) ** weight
             elif name in far and first < tokens and (best := _best(near, family)):
-                # It begins in between: it is as far behind its family's fastest form as there.
+                # The variant begins in between: it is as far behind its family's fastest variant as at the farther count.
                 times[name] = best / near[HOST] * far[name] / _best(far, family)
         return fastest(times, gain=1.0 if self.base else GAIN)
 
@@ -124,7 +124,7 @@ class MeasuredPolicy:
         return stretches(lambda n: self.select(n, [family for family, last in serving.items() if n <= last]) or HOST, max_tokens)
 
     def summary(self) -> str:
-        """Say where the times come from and what they choose."""
+        """Describe where the times come from and what they choose."""
         largest: dict[str, int] = {}
         for tokens, paths in self.timings.rows.items():
             largest.update(dict.fromkeys(paths, tokens))
@@ -137,20 +137,20 @@ Stretch = tuple[int, int, str]
 
 
 def stretches(path: Callable[[int], str], last: int) -> list[Stretch]:
-    """Return the stretches of the counts from 1 to ``last`` by the path of each."""
+    """Group the counts from 1 to ``last`` into stretches that one path serves."""
     groups = [(name, list(counts)) for name, counts in itertools.groupby(range(1, last + 1), path)]
     return [(counts[0], counts[-1], name) for name, counts in groups]
 
 
 def described(source: str, found: Sequence[Stretch], base: str) -> str:
-    """Say whose word it is and what serves which counts. ``base`` serves ``HOST``'s, and those beyond the last."""
+    """Describe the source and what serves which counts. ``base`` serves the counts of ``HOST`` and those beyond the last."""
     ours = found[:-1] if found and found[-1][2] in (HOST, base) else found
     parts = [f"{base if name == HOST else name} {first}-{last}" for first, last, name in ours]
     return f"{source}: {', '.join([*parts, f'then {base}'] if parts else [base])}"
 
 
 def _best(times: Mapping[str, float], family: str) -> float:
-    """Return the time of a family's fastest form, 0 if there is none."""
+    """Return the time of a family's fastest variant, or 0 if the family has none."""
     return min((t for name, t in times.items() if name.split()[0] == family), default=0.0)
 
 
@@ -158,7 +158,7 @@ DispatchPolicy = FixedThreshold | MeasuredPolicy
 
 
 def fastest(paths: Mapping[str, float], gain: float = GAIN) -> str | None:
-    """Return the fastest path if it takes at most ``gain`` times the host's time, else None."""
+    """Return the fastest path if it takes at most ``gain`` times the engine's time, else None."""
     rivals = [name for name in paths if name != HOST]
     best = min(rivals, key=paths.__getitem__, default=None)
     return best if best is not None and paths[best] <= gain * paths[HOST] else None

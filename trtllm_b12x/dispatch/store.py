@@ -24,9 +24,9 @@ from .policy import Timings
 FORM = 4
 """Version of the file format."""
 _PARTS = {"card": "another card", "geometry": "another geometry", "paths": "other kernels", "conditions": "other versions"}
-"""Fields of ``Key``, and what a table is of that has another value there."""
+"""Mismatch message by field of ``Key``."""
 _UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What reading a file raises that somebody cut off, edited or wrote as another user."""
+"""Errors of reading a file that was truncated, edited or written by another user."""
 _PACKAGES = ("torch", "triton", "flashinfer-python", "nvidia-cutlass-dsl", "tensorrt_llm")
 
 
@@ -41,11 +41,11 @@ class Key:
     title: ClassVar[str] = "crossover"
     """Name of the table in log lines."""
     paths: Mapping[str, Any]
-    """Kernel families, the host, and whether the host path is tuned."""
+    """Kernel families, the engine, and whether the engine's path is tuned."""
     conditions: Mapping[str, Any]
     """Versions of packages and of the driver."""
     max_num_tokens: int
-    """Largest count that the kernels are planned for. A table of a larger one serves too."""
+    """Largest count that the kernels are planned for. A table for a larger count is valid too."""
 
     @property
     def file(self) -> str:
@@ -87,7 +87,7 @@ def load(key: Key) -> Timings | None:
 def load_file(path: Path, key: Key) -> Timings:
     """Load a table from a user's file, or from ``trtllm-b12x tune --out``. Card and geometry must match, versions need not.
 
-    Raise ValueError, which says why, if the file holds no matching table or cannot be read.
+    Raise ValueError with the reason if the file holds no matching table or cannot be read.
     """
     problems = []
     try:
@@ -116,7 +116,7 @@ def keep(key: Key, timings: Timings) -> None:
 
 
 def _mismatch(table: Any, key: Key, parts: Iterable[str]) -> str:
-    """Say which of these parts of ``key`` the table does not have; empty if it has all."""
+    """Return how the table differs from these parts of ``key``; empty if it does not."""
     if not isinstance(table, dict) or table.get("form") != FORM:
         return "of another form"
     expected = json.loads(json.dumps(asdict(key)))

@@ -21,23 +21,23 @@ from trtllm_b12x.kernels.call import of_logits
 from .policy import HOST, LARGEST, Timings
 
 BUDGET_S = 3.0
-"""Seconds for all token counts of a geometry, unless the fewest calls and replays take longer: as they do on small cards."""
+"""Seconds for all token counts of a geometry, unless the minimum calls and replays take longer, as on small cards."""
 LONGEST_S = 15.0
-"""Seconds after which further counts are left out."""
+"""Seconds after which further counts are skipped."""
 _CALLS = (12, 48)
 """Minimum and maximum number of calls in a graph, for fast calls."""
 _FEWEST_CALLS = 2
-"""Minimum number of calls for slow ones: one with each kind of routes."""
+"""Minimum number of calls in a graph, for slow calls: one with each kind of routes."""
 _REPLAYS = (5, 9)
-"""Minimum and maximum number of replays of a graph. The median of five bears two outliers."""
+"""Minimum and maximum number of replays of a graph. The median of five tolerates two outliers."""
 _BEHIND = (1.5, 1.2)
-"""A path is left out at a count if it takes so many times the fastest's time at its one measured neighbor, or at both."""
+"""A path is skipped at a count if it exceeds these multiples of the fastest time at its one measured neighbor, or at both."""
 _APART = 4
-"""Largest ratio of two such counts."""
+"""Largest ratio between a count and a neighbor."""
 _COLD = 2.5
 """Bytes that other calls of a graph read before a layer is read again, in multiples of the L2 cache size."""
 _DRAWN = 1024
-"""Maximum number of tokens that routes are drawn for, on the CPU. More tokens take the same ones again."""
+"""Maximum number of tokens that routes are drawn for, on the CPU. More tokens repeat these routes."""
 
 Runner = Callable[[MoECall], Any]
 RouteSampler = Callable[[int, int, bool], tuple[torch.Tensor, torch.Tensor]]
@@ -51,7 +51,7 @@ class TimedPath:
     runs: Sequence[Runner]
     serves: Callable[[int], bool] = lambda tokens: True
     captured: bool = True
-    """False: the path synchronizes to choose its launches, so no graph can capture it. Its calls are then timed eagerly."""
+    """False if the path synchronizes to choose its launches, so that graphs cannot capture it. Calls are then timed eagerly."""
 
 
 def possible(device: torch.device) -> bool:
@@ -82,15 +82,15 @@ class PathTimer:
     budget_s: float = BUDGET_S
     longest_s: float = LONGEST_S
     behind: tuple[float, float] = _BEHIND
-    """Times the best from which on a path is left out, at one measured neighbor and at both. Infinite: every path is timed."""
+    """Multiples of the fastest time beyond which a path is skipped, at one measured neighbor and at both. Infinity skips none."""
     seed: int = 0
     spent_s: float = field(default=0.0, init=False)
     _warm: bool = field(default=False, init=False)
 
     def __call__(self, counts: Sequence[int]) -> Timings:
-        """Measure the counts in order, each for an equal share of what is left of the budget, or as its fewest calls take.
+        """Measure the counts in order, each for an equal share of the remaining budget, or for as long as its minimum calls take.
 
-        Skip a path where it is far behind at the neighbors, and a count, except the first, that would end after ``longest_s``.
+        Skip a path that is far behind at the neighbors, and a count, except the first, that would end after ``longest_s``.
 
         Raises:
             Exception: a path failed.
@@ -109,7 +109,7 @@ class PathTimer:
         return Timings(rows)
 
     def _promising(self, tokens: int, rows: Mapping[int, Mapping[str, float]]) -> dict[str, TimedPath]:
-        """Return the paths that serve so many tokens, without those that are far behind at the nearest counts they have."""
+        """Return the paths that serve this token count, without those that are far behind at their nearest measured counts."""
         serving = {name: path for name, path in self.paths.items() if path.serves(tokens)}
 
         def far_behind(name: str) -> bool:
@@ -182,7 +182,7 @@ class PathTimer:
 
 
 def _least_s(tokens: int, paths: Collection[str], rows: Mapping[int, Mapping[str, float]]) -> float:
-    """Return the seconds that the fewest calls of ``paths`` take, by the nearest of ``rows``."""
+    """Estimate the seconds that the minimum calls of ``paths`` take, from the nearest of ``rows``."""
     nearest = min(rows, key=lambda n: abs(math.log(n / tokens)))
     known = rows[nearest]
     calls = 1 + _FEWEST_CALLS * _REPLAYS[0]
@@ -216,8 +216,8 @@ class _Graphs:
     def captured(self, run: Callable[[], Any]) -> Callable[[], float]:
         """Capture ``run``. Return a function that replays it and returns the seconds.
 
-        Events are nodes of the graph. Around a replay they would also time what delays its launch: another Python thread that
-        holds the interpreter's lock, 5 ms at a time.
+        Events are graph nodes. Events around a replay would also time launch delays, such as another Python thread that holds
+        the interpreter's lock for 5 ms at a time.
         """
         graph, first, last = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -254,7 +254,7 @@ def _graphs() -> Iterator[_Graphs]:
         graphs.drop()
         if collecting:
             gc.enable()
-        torch.cuda.empty_cache()  # the host sizes its KV cache by free memory
+        torch.cuda.empty_cache()  # the engine sizes its KV cache by free memory
 
 
 # ---- what a call reads ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the plugins of vLLM and SGLang share: the engine is compared with what we know, and an error of ours costs it nothing."""
+"""Shared by the vLLM and SGLang plugins: compare the engine with known facts, and keep errors of ours away from it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trtllm_b12x.core.errors import first_line
 
 
 class UnknownEngineError(RuntimeError):
-    """The installed engine differs from what this package relies on. The message says where."""
+    """The installed engine differs from what this package relies on. The message names the difference."""
 
 
 def check(engine: str, version: str, differences: Iterable[str]) -> None:
-    """Raise UnknownEngineError with the first of the differences, or with the error that finding them raises."""
+    """Raise UnknownEngineError with the first difference, or with the error raised while looking for one."""
     try:
         found = next(iter(differences), "")
     except Exception as error:
@@ -26,7 +26,7 @@ def check(engine: str, version: str, differences: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def keeps(engine: str, what: str, level: int = logging.WARNING) -> Iterator[None]:
-    """After an error in the block the engine goes on as without us, and one line says so."""
+    """Suppress an error in the block and log one line. The engine then runs as it does without this package."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the lines of ``doctor`` about vLLM and SGLang share: if the version is recognized, and which kernels serve a format."""
+"""Shared by ``doctor``'s lines on vLLM and SGLang: whether the version is recognized, and which kernels serve a format."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from . import rebinding
 
 
 def left_out(variable: str, listed: Sequence[str]) -> str:
-    """Return why an engine loads no plugin of ours; empty if it does. ``listed`` are the plugins that its variable names."""
+    """Return why an engine does not load our plugin; empty if it does. ``listed`` has the plugins that its variable names."""
     if "trtllm_b12x" in listed or variable not in os.environ:
         return ""
     return f"loads only {variable}={os.environ[variable]}: add trtllm_b12x to it, or unset it"
 
 
 def difference(engine: str, version: str, facts_file: str, check: Callable[[], None]) -> str:
-    """Return what ``check`` raises: how the installed engine differs from what the package relies on. It imports the engine.
+    """Return the difference between the installed engine and the known facts; empty if they agree. ``check`` imports the engine.
 
-    That takes half a minute, so the answer that nothing differs is kept on disk for this engine and this ``facts.py``.
+    The import takes half a minute, so an empty result is stored on disk for this engine and this ``facts.py``.
     """
 
     def ask() -> str:
@@ -49,7 +49,7 @@ def verdict(
     own_path: bool,
     serving: Callable[[KernelFeatures], KernelFeatures] = lambda known: known,
 ) -> Resolution:
-    """Return which families of ``among`` would serve a format here, with their capabilities as ``serving`` changes them."""
+    """Return which families of ``among`` would serve a format on this machine. ``serving`` adjusts their capabilities."""
     named = [name for name in settings.KERNELS() if name in among]
     features = {row.name: serving(row.features(e)) for row in families.rows(named, form.name) if row.format == form.name}
     shape = LayerShape(quant_algo=form.quant_algo, dtype="bfloat16", activation="Swiglu")

@@ -1,4 +1,4 @@
-"""What engines share: the candidate kernels, and for vLLM and SGLang also the decision on a layer and its measurement."""
+"""Select candidate kernels for every engine. For vLLM and SGLang, also decide on a layer and measure it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trtllm_b12x.kernels.catalog import KERNELS
 
 
 def classes(rows: Iterable[Family], suits: Callable[[type[Kernel]], bool], stand_in: bool = True) -> dict[str, type[Kernel]]:
-    """Map each family to its kernel class, in order, if it can be imported and ``suits`` the machine; else to its torch class."""
+    """Map each family, in order, to its kernel class if available and accepted by ``suits``; else to its torch class, if any."""
     found = {}
     for row in rows:
         kernel, in_torch = KERNELS[row.name, row.format]
@@ -38,7 +38,7 @@ def classes(rows: Iterable[Family], suits: Callable[[type[Kernel]], bool], stand
 
 
 def classes_on(device: torch.device, form: str, among: Collection[str]) -> dict[str, type[Kernel]]:
-    """Map each family of ``among`` with kernels of the format to its class for ``device``. On the CPU torch classes stand in."""
+    """Map each family of ``among`` with kernels for the format to its class on ``device``. On the CPU, torch classes stand in."""
     named = families.rows((name for name in settings.KERNELS() if name in among), form)
     rows = (row for row in named if row.format == form)
     return classes(rows, lambda kernel: kernel.runs_on(device), stand_in=device.type == "cpu")
@@ -46,7 +46,7 @@ def classes_on(device: torch.device, form: str, among: Collection[str]) -> dict[
 
 @functools.cache
 def _toolchain(sm: int) -> dict[str, Any]:
-    """Look once a process, not for each layer: a large cache folder of Triton takes 0.1 s."""
+    """Inspect Triton once per process, not once per layer: a large Triton cache folder takes 0.1 s."""
     return {"triton_lacks": toolchain.lacking(sm), "upcast": toolchain.upcast(sm)}
 
 
@@ -54,7 +54,7 @@ process.kept(_toolchain.cache_clear)
 
 
 def served_sm(sm: int) -> int:
-    """Return the card that the rules see for SM ``sm``. One line says so if Hopper is to be measured."""
+    """Return the SM number that the rules use for SM ``sm``. Log one line if Hopper stands in for another card."""
     if (number := settings.counted(sm) or 0) != sm:
         log.once(f"{settings.HOPPER.name}=1: experts run on SM{sm} as on SM{number}, to be measured and not to serve")
     return number
@@ -63,7 +63,7 @@ def served_sm(sm: int) -> int:
 def resolve(
     shape: LayerShape, deployment: Deployment, kernels: dict[str, type[Kernel]], device: torch.device, sm: int, own_path: bool
 ) -> Resolution:
-    """Return which families serve a layer. ``own_path``: the engine has kernels of its own for the same tensors."""
+    """Return which families serve a layer. ``own_path``: the engine has its own kernels for the same tensors."""
     environment = Environment(enabled=settings.ENABLED(), sm=sm)
     if device.type == "cuda":
         environment = replace(environment, **_toolchain(sm))
@@ -72,14 +72,14 @@ def resolve(
 
 
 def reached_by(largest_scale: int, names: Iterable[str]) -> set[str]:
-    """Return the families that multiply by E8M0 scales of up to ``largest_scale``."""
+    """Return the families that support E8M0 scale bytes up to ``largest_scale``."""
     beyond = {"cuda", "triton"} if LARGEST_SCALE < largest_scale <= LARGEST_SCALE_OF_GEMM else {"cuda", "triton", "gemm"}
     return {*names} if largest_scale <= LARGEST_SCALE else {*names} - beyond
 
 
 @contextmanager
 def float32_default() -> Iterator[None]:
-    """Undo the default dtype, which engines build a model under."""
+    """Set torch's default dtype to float32 in the block. Engines change the default while they build a model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -89,7 +89,7 @@ def float32_default() -> Iterator[None]:
 
 
 def is_tuning() -> bool:
-    """Return whether FlashInfer's autotuner is at work: it must see the engine's own experts at every count."""
+    """Return whether FlashInfer's autotuner is running. It must see the engine's own experts at every token count."""
     tuning, loaded = autotuner()
     if tuning or loaded:
         crossover.tuning()
@@ -106,8 +106,8 @@ def measure(
 ) -> None:
     """Judge the engine's own path and measure the crossover, once per geometry, at the first eager call.
 
-    Again once FlashInfer is tuned: engines tune it after their first call, and make eager calls before they capture. An error
-    costs the measurement.
+    Both are repeated once FlashInfer is tuned: engines tune it after their first call, and make eager calls before they capture.
+    After an error nothing is measured.
     """
     with dispatch.measuring():
         geometry = dispatch.schedule.kernels[0].geometry

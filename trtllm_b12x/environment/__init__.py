@@ -22,14 +22,14 @@ from .gpu import cards, driver_cuda, gpu_sm, toolkit_cuda
 __all__ = ["cards", "driver_cuda", "gpu_sm", "inspect_flashinfer", "inspect_payload", "probe", "toolkit_cuda", "triton"]
 
 _COMPILED_WITH = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
-"""Requirements of FlashInfer whose version affects its kernels. The others only have to be installed."""
+"""Requirements of FlashInfer whose version affects its kernels. Other requirements only have to be installed."""
 
 
 def probe(host: tuple[str, str] = ("none", ""), always_look: bool = False) -> Environment:
     """Return all facts about this machine.
 
     ``host`` is the state of TensorRT-LLM in this process, and the difference from the nearest known generation.
-    ``always_look``: load the CuTe DSL payload even if nothing could make b12x serve here.
+    ``always_look`` loads the CuTe DSL payload even if b12x cannot serve on this machine.
     """
     state, detail = host
     return replace(_probe(state != "unsupported", always_look), host=state, host_detail=detail)
@@ -39,8 +39,8 @@ def probe(host: tuple[str, str] = ("none", ""), always_look: bool = False) -> En
 def _probe(hosted: bool, always_look: bool) -> Environment:
     """Probe the machine once.
 
-    Without ``always_look`` the CuTe DSL payload is not loaded if b12x cannot serve: on another card, or switched off. The
-    server then starts without it. Files and ptxas show if Triton lacks something.
+    Without ``always_look``, the CuTe DSL payload is loaded only if b12x is enabled and supports the card. Otherwise the server
+    starts without the payload. Files and ptxas show which requirements Triton lacks.
     """
     wheels = packages.installed(WHEELS)
     dsl = wheels.get("nvidia-cutlass-dsl")
@@ -62,7 +62,7 @@ def _probe(hosted: bool, always_look: bool) -> Environment:
     origin = packages.origin("flashinfer")
     ours = distribution_of(origin) if origin is not None else None
     unmet, missing = packages.requirements((*wheels.values(), *(() if ours is None else (ours,))))
-    if importlib.util.find_spec("triton") is None:  # FlashInfer's b12x module imports it but does not declare it
+    if importlib.util.find_spec("triton") is None:  # FlashInfer's b12x module imports Triton but does not declare it
         missing.append("triton")
     return replace(
         facts,
@@ -72,7 +72,7 @@ def _probe(hosted: bool, always_look: bool) -> Environment:
 
 
 def _lacks_a_module(facts: Environment) -> bool:
-    """Return True if an import failed for a module that belongs neither to FlashInfer nor to the CuTe DSL."""
+    """Return True if an import failed because a module outside FlashInfer and the CuTe DSL is missing."""
     module = re.search(r"No module named '(\w+)", f"{facts.payload_detail} {facts.flashinfer_fault}")
     return module is not None and module[1] not in ("cutlass", "nvidia_cutlass_dsl", "flashinfer")
 

@@ -1,5 +1,5 @@
-"""Find out which CuTe DSL payload loads. Only loading it shows this. A subprocess does so, because a crash of the import must
-not crash the server."""
+"""Find out which CuTe DSL payload loads. Only an import shows this. It runs in a subprocess, so that a crash does not end the
+server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MPI_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "MPI_", "MPICH_", "MV2_", "HYDRA_", 
 
 
 def inspect_payload(known: Environment = Environment()) -> Environment:  # noqa: B008 - immutable
-    """Add to the known facts which payload loads, and why it is not a CUDA 13 one, if so."""
+    """Add to ``known`` which payload loads and, if it is not for CUDA 13, why."""
     wheels = packages.installed(WHEELS)
     if "nvidia-cutlass-dsl" not in wheels:
         return replace(known, dsl="none")
@@ -117,7 +117,7 @@ def _look_in_subprocess() -> dict[str, Any]:
 
 
 def _ending(result: subprocess.CompletedProcess[str]) -> tuple[PayloadFault, str]:
-    """Interpret the end of a subprocess. SIGKILL comes from the kernel, out of memory, and may not happen again."""
+    """Return how a subprocess ended. The kernel sends SIGKILL when memory runs out, which may not happen again."""
     if result.returncode < 0:
         number = -result.returncode
         name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
@@ -136,7 +136,7 @@ def _why_not_13(wheels: dict[str, packages.Distribution]) -> tuple[PayloadFault,
     base = wheels.get("nvidia-cutlass-dsl-libs-base")
     shared = packages.record(base) if base is not None else {}
     for path, recorded_hash in packages.record(cu13).items():
-        # Compare files that both wheels own with other contents: version_info.py, and libraries before DSL 4.6.
+        # Compare files that both wheels own with different contents: version_info.py, and libraries before DSL 4.6.
         if path in shared and shared[path] != recorded_hash and packages.digest(path) != recorded_hash:
             return PayloadFault.SHADOWED, names
     driver = gpu.driver_cuda()

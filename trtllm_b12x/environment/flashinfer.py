@@ -1,4 +1,4 @@
-"""Inspect FlashInfer without importing it: version and capabilities of its kernels."""
+"""Read FlashInfer's version and the capabilities of its kernels without an import."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def inspect_flashinfer() -> Environment:
 
 
 def autotuner() -> tuple[bool, bool]:
-    """Return whether FlashInfer's autotuner is at work in this process, and whether it has what an earlier process chose.
+    """Return whether FlashInfer's autotuner is tuning in this process, and whether it has loaded an earlier process's choices.
 
-    Import nothing. vLLM 0.33 loads a file of choices instead of tuning if every rank has one (warmup/kernel_warmup.py).
+    No module is imported. vLLM 0.33 loads a file of choices instead of tuning if every rank has one (warmup/kernel_warmup.py).
     """
     kind = getattr(sys.modules.get("flashinfer.autotuner"), "AutoTuner", None)
     tuner = None if kind is None else kind.get()

@@ -14,9 +14,9 @@ from .packages import origin, source
 
 TIMEOUT_S = 30
 WSL_FOLDER = "/usr/lib/wsl/lib"
-"""Libraries and nvidia-smi of the Windows driver under WSL2. Services and ssh may lack it on PATH."""
+"""Folder of the Windows driver's libraries and nvidia-smi under WSL2. Services and ssh may lack this folder on PATH."""
 _DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Of the driver, and of WSL2's."""
+"""Device files of the Linux driver, and of WSL2's driver."""
 
 
 def smi_program() -> str | None:
@@ -46,7 +46,7 @@ def _query(fields: str) -> list[list[str]] | None:
 
 
 def driver_version() -> str:
-    """Return the driver's version by NVML, such as "580.95.05"; empty if unknown."""
+    """Return the driver's version from NVML, such as "580.95.05"; empty if unknown."""
     text = ctypes.create_string_buffer(96)
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -59,7 +59,7 @@ def driver_version() -> str:
 
 
 def gpu_sm() -> int | None:
-    """Return major * 10 + minor of the first GPU in CUDA_VISIBLE_DEVICES; 0 if there is none, None if unknown."""
+    """Return major * 10 + minor of the first GPU in CUDA_VISIBLE_DEVICES; 0 without a GPU, None if unknown."""
     gpus = _query("index,uuid,compute_cap")
     if gpus is None:
         return None
@@ -90,7 +90,7 @@ def cards() -> list[str]:
 
 
 def toolkit_cuda() -> tuple[int, int]:
-    """Return the result of FlashInfer's ``get_cuda_version``: nvcc's version, else the one torch was built with; else (0, 0)."""
+    """Return the result of FlashInfer's ``get_cuda_version``: nvcc's version, else torch's build version, else (0, 0)."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = str(Path(home) / "bin" / "nvcc") if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     try:

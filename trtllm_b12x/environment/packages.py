@@ -14,7 +14,7 @@ Distribution = importlib.metadata.Distribution
 
 
 def installed(names: Iterable[str]) -> dict[str, Distribution]:
-    """Return the distributions of ``names`` that are installed. If the path has one twice, the first wins."""
+    """Return the distributions of ``names`` that are installed. If the path has two copies, the first wins."""
     distributions = {}
     for name in names:
         try:
@@ -29,7 +29,7 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def record(distribution: Distribution) -> dict[Path, str]:
-    """Map each installed file to its hash in RECORD (``sha256=...``). Empty without a RECORD."""
+    """Map each installed file to its hash in RECORD (``sha256=...``). The map is empty without a RECORD."""
     root = Path(str(distribution.locate_file("")))
     rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
     return {root / row[0]: row[1] for row in rows if len(row) >= 2 and row[1]}
@@ -84,7 +84,7 @@ def requirements(distributions: Iterable[Distribution]) -> tuple[list[str], list
 
 
 def origin(package: str) -> Path | None:
-    """Return ``__init__.py`` of the copy that an import would load. Import nothing."""
+    """Return ``__init__.py`` of the copy that an import would load, without importing it."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

@@ -1,7 +1,7 @@
-"""Import the CuTe DSL and FlashInfer's kernels in a process that may crash. Run as a file; print one JSON line per result.
+"""Import the CuTe DSL and FlashInfer's kernels in a process that may crash. This script prints one JSON line per result.
 
-``{"cutlass": {...}}``: version, CUDA payload and file of the CuTe DSL, or the error. ``{"flashinfer": {...}}``: the error of
-importing FlashInfer's kernels, if it is installed. The file needs only the standard library.
+``{"cutlass": {...}}`` has version, CUDA payload and file of the CuTe DSL, or the error. ``{"flashinfer": {...}}`` has the error
+of importing FlashInfer's kernels, if FlashInfer is installed. The script needs only the standard library.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def file_of(package: str) -> str:
 
 
 def answer_for_the_gpu(torch: Any, sm_count: int, major: int, minor: int) -> None:
-    """Make torch report a GPU: FlashInfer 0.6.17 and 0.6.18 query one at import (``gdn_kernels``) and while building a launch."""
+    """Make torch report a GPU: FlashInfer 0.6.17 and 0.6.18 query it at import (``gdn_kernels``) and while building a launch."""
 
     class Properties:
         name = f"sm_{major}{minor}a"
@@ -64,7 +64,7 @@ def look_at_flashinfer() -> None:
     if not init:
         return
     kernels = os.path.join(os.path.dirname(init), *DISPATCH.split(".")[1:]) + ".py"
-    if os.path.exists(kernels):  # else older than b12x (see its version), or damaged (see RECORD)
+    if os.path.exists(kernels):  # else FlashInfer is older than b12x (see its version), or damaged (see RECORD)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # set after the DSL chose its payload: torch must not use the GPU
         import torch
 

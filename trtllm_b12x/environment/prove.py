@@ -29,7 +29,7 @@ class Proof:
 
 
 def prove(target: str, family: str = "b12x") -> Proof:
-    """Compile for ``target`` (``sm_120a``) by ``trtllm_b12x.kernels.prove_child``. A crash or a hang is also a result."""
+    """Compile for ``target`` (``sm_120a``) with ``trtllm_b12x.kernels.prove_child``. A crash or a hang is also a result."""
     try:
         result = child.run(child.command("trtllm_b12x.kernels.prove_child", target, family), child.variables(), TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 """Find what a Triton compile needs besides Triton: a C compiler for its launcher, a ptxas that knows the card, and a cache.
 
-Nothing is imported. Each ptxas is run for its version.
+This module does not import Triton. It runs each ptxas to get its version.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .gpu import TIMEOUT_S, WSL_FOLDER
 OLDEST = (3, 5)
 _BLOCK_SCALED_FROM = {120: (3, 6), 121: (3, 8)}
 
-# CUDA toolkit whose ptxas knows the target (PTX ISA release notes: sm_120a 8.7, sm_121a 8.8).
+# First CUDA toolkit whose ptxas knows the target (PTX ISA release notes: sm_120a 8.7, sm_121a 8.8).
 _KNOWN_FROM = {90: (11, 8), 100: (12, 8), 103: (12, 9), 120: (12, 8), 121: (12, 9)}
 
 
 def version() -> str:
-    """Return the version of the Triton that an import would take; ``none`` without one, empty if it does not say."""
+    """Return the version of the Triton that an import would load; ``none`` without Triton, empty if it is unknown."""
     init = packages.origin("triton")
     if init is None:
         return "none"
@@ -38,10 +38,10 @@ def version() -> str:
 
 
 def lacking(sm: int | None) -> tuple[Lacking, ...]:
-    """List what kernels for a card of ``sm`` (major * 10 + minor; None or 0: no card in particular) lack here.
+    """List what this machine lacks for kernels on a card of ``sm`` (major * 10 + minor; None or 0 for no card in particular).
 
-    Where Triton has compiled before, or ``trtllm-b12x warmup`` has, a missing C compiler does not matter until a plan misses a
-    kernel in the cache.
+    After Triton or ``trtllm-b12x warmup`` has compiled, a missing C compiler does not matter until a plan needs a kernel that is
+    not in the cache.
     """
     installed, init = version(), packages.origin("triton")
     if init is None:
@@ -51,7 +51,7 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
         return (Lacking(f"{init.parent} is no Triton, or a damaged one: it has no _C/libtriton.so", remedy),)
     if installed and version_tuple(installed) < OLDEST:
         return (Lacking(f"Triton {installed} is older than {'.'.join(map(str, OLDEST))}", "torch 2.9 or newer brings it"),)
-    fault = _ptxas(sm or 0)  # its version is part of every key
+    fault = _ptxas(sm or 0)  # ptxas's version is part of every cache key
     compiled_before = glob.glob(
         f"{glob.escape(str(cache_folder()))}/*/cuda_utils*.so"
     )  # the C module that Triton needs before it loads a kernel
@@ -59,21 +59,21 @@ def lacking(sm: int | None) -> tuple[Lacking, ...]:
 
 
 def tools_lacking() -> tuple[Lacking, ...]:
-    """List what a compile lacks here that loading kernels from the cache does not need."""
+    """List what this machine lacks for a compile but not for loading kernels from the cache."""
     return tuple(item for item in (_c_compiler(), _headers(), cache_lacking()) if item is not None)
 
 
 def block_scaled(sm: int | None) -> bool:
     """Return True if ``tl.dot_scaled`` is known to be an instruction for a card of ``sm``.
 
-    Read off what each release compiles for it, of E4M3 and of E2M1 (``tests/unittest/test_triton_compiled.py``).
+    The compiled code of each release shows this, for E4M3 and for E2M1 (``tests/unittest/test_triton_compiled.py``).
     """
     needed = _BLOCK_SCALED_FROM.get(sm or 0)
     return needed is not None and version_tuple(version()) >= needed
 
 
 def upcast(sm: int | None) -> str:
-    """Return why ``tl.dot_scaled`` is no instruction for a card of ``sm``; empty if it is one, or if that is not known."""
+    """Return why ``tl.dot_scaled`` is not an instruction for a card of ``sm``; empty if it is an instruction or if unknown."""
     needed = _BLOCK_SCALED_FROM.get(sm or 0)
     if not version_tuple(version()) or needed is None or block_scaled(sm):
         return ""
@@ -82,7 +82,7 @@ def upcast(sm: int | None) -> str:
 
 
 def _c_compiler() -> Lacking | None:
-    """Look where Triton does: CC, then gcc and clang on PATH (``triton/runtime/build.py``)."""
+    """Look for a C compiler where Triton does: CC, then gcc and clang on PATH (``triton/runtime/build.py``)."""
     named = os.environ.get("CC")
     if named:
         if shutil.which(named.split()[0]):
@@ -104,7 +104,7 @@ def _headers() -> Lacking | None:
 
 def _ptxas(sm: int) -> Lacking | None:
     init = packages.origin("triton")
-    # Triton keeps one for Blackwell apart (3.5 on), with a variable of its own.
+    # From 3.5 on, Triton has a separate ptxas for Blackwell, with its own variable.
     blackwell = sm >= 100 and "ptxas_blackwell" in packages.source(init, "knobs.py")
     variable = "TRITON_PTXAS_BLACKWELL_PATH" if blackwell else "TRITON_PTXAS_PATH"
     bundled = Path(init or ".").parent / "backends" / "nvidia" / "bin" / ("ptxas-blackwell" if blackwell else "ptxas")
@@ -123,7 +123,7 @@ def _ptxas(sm: int) -> Lacking | None:
 
 @cache
 def release(ptxas: Path) -> tuple[int, ...]:
-    """Return the CUDA release of a ptxas; empty if the file is no ptxas."""
+    """Return the CUDA release of a ptxas; empty if the file is not a ptxas."""
     try:
         output = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError):
@@ -139,20 +139,20 @@ def cache_folder() -> Path:
 
 
 def driver_folders() -> list[str]:
-    """List the folders where a server may have libcuda.so.1: TRITON_LIBCUDA_PATH, or those of the usual systems and of WSL2."""
+    """List the folders where a server may have libcuda.so.1: TRITON_LIBCUDA_PATH, or the folders of usual systems and of WSL2."""
     path, triplet = os.environ.get("TRITON_LIBCUDA_PATH"), f"{platform.machine()}-linux-gnu"
     return [path] if path else [f"/lib/{triplet}", f"/usr/lib/{triplet}", "/lib64", "/usr/lib64", WSL_FOLDER]
 
 
 def libcuda() -> str:
-    """Return the first of those folders that has libcuda.so.1, or where to look and what to set."""
+    """Return the first of ``driver_folders`` that has libcuda.so.1, or a text with the folders and the variable to set."""
     folders = driver_folders()
     found = (folder for folder in folders if (Path(folder) / "libcuda.so.1").exists())
     return next(found, f"not in {', '.join(folders)}: set TRITON_LIBCUDA_PATH to its folder, for warmup and for the server")
 
 
 def cache_lacking() -> Lacking | None:
-    """Return why nothing can be kept in Triton's cache, or None."""
+    """Return why Triton's cache cannot be used, or None."""
     folder, problem = cache_folder(), "cannot be written"
     if not disk.is_utf8(folder):
         problem = "has a name that is not UTF-8"

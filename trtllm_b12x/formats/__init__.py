@@ -1,4 +1,4 @@
-"""List the number formats of expert weights, one row each. ``trtllm_b12x.decision.families`` says which kernels serve one."""
+"""List the number formats of expert weights, one row each. ``trtllm_b12x.decision.families`` lists their kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 TILES, ROWS = "128x4", "rows"
 """Order of block scales: interleaved tiles of 128 rows by 4 blocks, or rows of blocks."""
 UP_GATE, GATE_UP, BY_TURNS = "up, gate", "gate, up", "gate and up by turns"
-"""Order of FC1's rows if the layer has a gate."""
+"""Order of FC1's rows if the layer has a gate. ``BY_TURNS`` is gate/up interleaved."""
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How an engine stores the matrices of a layer. Kernels read them in place."""
+    """Layout in which an engine stores a layer's matrices. Kernels read them in place."""
 
     scales: str = TILES
     fc1: str = UP_GATE
@@ -30,18 +30,18 @@ DEFAULT_LAYOUT = WeightLayout()
 class Format:
     name: str
     recipe: str
-    """nvidia-modelopt's configuration that exports it."""
+    """nvidia-modelopt's configuration that exports this format."""
     code_bits: int
     group_size: int
     """Elements that share a block scale of one byte."""
     activations: tuple[str, ...] = ("Swiglu", "Relu2")
-    """Activations of usual checkpoints, which ``doctor`` asks about."""
+    """Activations of usual checkpoints, which ``doctor`` checks."""
     hosts_path: bool = True
-    """True if TensorRT-LLM serves the format on SM12x by itself. If not, our kernels serve every call."""
+    """True if TensorRT-LLM itself serves the format on SM12x. If False, our kernels serve every call."""
     layout: WeightLayout = DEFAULT_LAYOUT
-    """How TensorRT-LLM stores it for CUTLASS."""
+    """Layout in which TensorRT-LLM stores the weights for CUTLASS."""
     algorithm: str = ""
-    """TensorRT-LLM's ``QuantAlgo`` member on SM12x; empty: ``name``."""
+    """TensorRT-LLM's ``QuantAlgo`` member on SM12x. If empty, ``name`` is used."""
 
     @property
     def quant_algo(self) -> str:
@@ -80,6 +80,6 @@ def group_size(name: str) -> int | None:
 
 
 def stored_bytes(name: str, elements: int) -> int:
-    """Return the bytes of codes and block scales of so many weights; of 16-bit weights if the format is unknown."""
+    """Return the size in bytes of ``elements`` weights with their block scales. Weights of an unknown format have 16 bits."""
     row = find(name)
     return 2 * elements if row is None else elements * row.code_bits // 8 + elements // row.group_size

@@ -1,4 +1,4 @@
-"""The record of a layer's weights for each number format."""
+"""Map each number format to the record of a layer's weights."""
 
 from __future__ import annotations
 

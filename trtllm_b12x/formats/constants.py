@@ -1,7 +1,7 @@
-"""Device tensors that never change, one copy for the whole process.
+"""Keep device tensors that never change, one copy for the whole process.
 
-A captured graph holds the addresses of a launch for as long as it lives, which may be longer than the kernel or the layer that
-made the call. So these tensors are never freed and never written again, and no pool of an engine holds them.
+A captured graph holds the addresses of its launches, and may outlive the kernel or the layer that made the call. These tensors
+are therefore never freed, never written again, and never allocated in an engine's memory pool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def filled(value: float, shape: tuple[int, ...], device: torch.device) -> torch.
 
 
 def kept(key: tuple[object, ...], make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the tensor of this key, on ``device``. The first call makes it."""
+    """Return the tensor for ``key``, on ``device``. The first call creates it with ``make``."""
     with _lock:
         if key not in _tensors:
             _tensors[key] = outside_pools(make, device)
@@ -31,17 +31,17 @@ def kept(key: tuple[object, ...], make: Callable[[], torch.Tensor], device: torc
 
 
 def outside_pools(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return ``make()``, called in a thread of its own on this thread's stream of ``device``. No graph may be captured.
+    """Return ``make()``, called in a new thread on this thread's stream of ``device``. No graph capture may be running.
 
-    An engine may load a model in a memory pool and discard what the pool holds later: vLLM does at sleep level 2
-    (v1/worker/gpu_worker.py, ``load_model``). ``torch.cuda.use_mem_pool`` holds for the thread that enters it, from 2.9 on
+    An engine may load a model in a memory pool and discard the pool's contents later, as vLLM does at sleep level 2
+    (v1/worker/gpu_worker.py, ``load_model``). From torch 2.9 on, ``torch.cuda.use_mem_pool`` applies to the thread that enters it
     (``_cuda_beginAllocateCurrentThreadToPool``).
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def call() -> torch.Tensor:
         if stream is not None:
-            torch.cuda.set_stream(stream)  # and its device; not reset, which would start a context on another GPU
+            torch.cuda.set_stream(stream)  # also sets the device. A reset would start a context on another GPU
         return make()
 
     with ThreadPoolExecutor(1) as thread:

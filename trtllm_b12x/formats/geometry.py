@@ -1,4 +1,4 @@
-"""Sizes of a MoE layer: of the model, and of one rank. Imports without torch."""
+"""Define the sizes of a MoE layer, in the model and on one rank. This module imports without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LayerShape:
     pre_quant_scale: bool | None = None
     """True if the weights carry AWQ scales."""
     unequal_scales: bool | None = None
-    """Gate and up of some expert differ in ``weight_scale_2``; known once weights are loaded."""
+    """True if gate and up of an expert differ in ``weight_scale_2``. Known once weights are loaded."""
     dynamic_quantization: bool | None = None
     """True if TensorRT-LLM recomputes the activation scale at every call (``force_dynamic_quantization``)."""
     bias: bool | None = None
@@ -52,7 +52,7 @@ class LayerShape:
         return f"{self.num_experts} experts, top {self.top_k}, {sizes}, {self.kernel_activation}"
 
     def on_rank(self, tp: int, ep: int, tile: int) -> Geometry:
-        """Return the sizes of one of ``tp * ep`` ranks. Sizes, activation and dtype must be known, and the ranks divide them."""
+        """Return the sizes of one of ``tp * ep`` ranks, which must divide them. Sizes, activation and dtype must be known."""
         import torch
 
         sizes: Any = self
@@ -73,21 +73,21 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How router logits become a token's experts and router weights, in float32. Computed by ``kernels.scoring.routes_of``."""
+    """Rule that maps router logits to experts and router weights in float32. ``kernels.scoring.routes_of`` computes them."""
 
     kind: str = "softmax"
     """``softmax``, before or after the choice; ``sigmoid``, 1 / (1 + exp(-x)); ``sigmoid_tanh``, 0.5 tanh(0.5 x) + 0.5.
 
-    TensorRT-LLM's and vLLM's DeepSeekV3 is the last one, their MiniMax2 the second.
+    In TensorRT-LLM and vLLM, DeepSeekV3 uses ``sigmoid_tanh`` and MiniMax2 uses ``sigmoid``.
     """
     renormalize: bool = True
-    """Weights are divided by their sum. Softmax without it: by the sum over all experts."""
+    """True if weights are divided by their sum. If False, softmax divides by the sum over all experts."""
     bias: bool = False
-    """A float32 for each expert is added to scores, for the choice alone."""
+    """True if a float32 per expert is added to its score, only for the choice of experts."""
     factor: float = 1.0
-    """Weights are multiplied by this at last (``routed_scaling_factor``)."""
+    """Factor of the final weights (``routed_scaling_factor``)."""
     higher_first: bool = False
-    """Of equal scores the higher expert is chosen, not the lower one."""
+    """True if the higher expert wins among equal scores. If False, the lower expert wins."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class Geometry:
     bias: torch.dtype | None = None
     """Dtype of FC1's and FC2's bias, or None without one."""
     format: str = "NVFP4"
-    """Number format of the weights, a name of ``formats.FORMATS``."""
+    """Number format of the weights, a name in ``formats.FORMATS``."""
     layout: WeightLayout = DEFAULT_LAYOUT
     scoring: Scoring | None = None
-    """Calls have router logits (``MoECall.router_logits``), not ids and router weights."""
+    """Set if calls have router logits (``MoECall.router_logits``) instead of ids and router weights."""
 
     @property
     def stored_hidden(self) -> int:
-        """FC1's columns and FC2's rows as they are stored, padding included."""
+        """Stored number of FC1's columns and FC2's rows, padding included."""
         return self.layout.stored_hidden(self.hidden_size)
 
     @property
@@ -129,10 +129,10 @@ class Geometry:
 
     @property
     def atomic_rounding(self) -> float:
-        """Relative L2 within which a kernel stays that adds one bf16 per route and 128 columns to the output, in any order.
+        """Bound on the relative L2 error of a kernel that adds one bf16 per route and 128 columns to the output in any order.
 
-        1.3 times what rounding each running sum predicts: 0.0044 at 8 sums, 0.006 at 20, 0.012 at 90, 0.026 at 462
-        (docs/sm12x-on-hopper.md).
+        The bound is 1.3 times the error predicted from rounding each running sum: 0.0044 at 8 sums, 0.006 at 20, 0.012 at 90,
+        0.026 at 462 (docs/sm12x-on-hopper.md).
         """
         sums = self.top_k * -(-self.intermediate_size // 128)
         return float(1.3 * (0.0033**2 + 0.0012**2 * sums) ** 0.5)

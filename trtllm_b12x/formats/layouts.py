@@ -1,4 +1,4 @@
-"""Block scales as hosts and kernels lay them out: tiles of 128 rows by 4 blocks, interleaved."""
+"""View and convert block scales in the layout of engines and kernels: interleaved tiles of 128 rows by 4 blocks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def mma_scale_view(
 
     Args:
         block_scales: ``rows * columns / block_size`` bytes per expert, any dtype, contiguous, experts first.
-        rows: of the weight, a multiple of 128. ValueError is raised for others.
-        columns: of the weight in elements, a multiple of ``4 * block_size``. ValueError is raised for others.
-        dtype: of a scale, one byte.
+        rows: Rows of the weight. Raise ValueError if they are not a multiple of 128.
+        columns: Elements in a row of the weight. Raise ValueError if they are not a multiple of ``4 * block_size``.
+        dtype: Dtype of a scale, one byte wide.
 
     Returns:
         ``dtype`` ``(32, 4, rows/128, 4, columns/(4 * block_size), E)``: row ``m`` and block ``k`` of expert ``e`` are at
@@ -28,16 +28,16 @@ def mma_scale_view(
 
 
 def interleaved_rows(block_scales: torch.Tensor) -> torch.Tensor:
-    """View the scales of one matrix in the 128x4 layout, ``(rows, words)`` int32, as uint8 in the order of rows.
+    """View 128x4-interleaved scales of one matrix, ``(rows, words)`` int32, as uint8 in row order.
 
-    ``(rows/128, 4, 32, words, 4)``: flattened, which copies, it is ``(rows, 4 * words)``.
+    The view is ``(rows/128, 4, 32, words, 4)``. Flattening copies it to ``(rows, 4 * words)``.
     """
     rows, words = block_scales.shape
     return block_scales.view(torch.uint8).view(rows // 128, words, 32, 4, 4).permute(0, 3, 2, 1, 4)
 
 
 def scales_of_tokens(x_sf: torch.Tensor, tokens: int, blocks: int, swizzled: bool) -> torch.Tensor:
-    """Return the block scales of input that the host has quantized, 128x4-interleaved or in rows: uint8 ``(tokens, blocks)``."""
+    """Return block scales of input that TensorRT-LLM quantized, 128x4-interleaved or in rows, as uint8 ``(tokens, blocks)``."""
     flat = x_sf.contiguous().view(torch.uint8).flatten()
     if not swizzled:
         return flat[: tokens * blocks].view(tokens, blocks)
@@ -53,7 +53,7 @@ def interleave(rows: torch.Tensor, block_scales: torch.Tensor) -> None:
 
 
 def plain_scales(mma_scales: torch.Tensor) -> torch.Tensor:
-    """Copy the scales of the 6-D view to row-major ``(E, rows, blocks)``, of the same dtype."""
+    """Copy the scales of the 6-D view to row-major ``(E, rows, blocks)`` with the same dtype."""
     lanes, quarters, row_tiles, inner, column_tiles, experts = mma_scales.shape
     by_row = mma_scales.view(torch.uint8).permute(5, 2, 1, 0, 4, 3)
     plain = by_row.reshape(experts, row_tiles * quarters * lanes, column_tiles * inner)

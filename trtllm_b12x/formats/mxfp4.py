@@ -1,4 +1,4 @@
-"""MXFP4: E2M1 codes, and an E8M0 scale for each 32 of them (OCP Microscaling Formats 1.0, 5.3 and 5.4.1)."""
+"""Define MXFP4: E2M1 codes, and an E8M0 scale for each 32 codes (OCP Microscaling Formats 1.0, 5.3 and 5.4.1)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .weights import Weights
 BLOCK_SIZE = 32
 """Elements that share one E8M0 scale."""
 LARGEST_SCALE = 136
-"""Largest E8M0 byte, 2**9, that the decode kernels ``cuda`` and ``triton`` multiply by; beyond it they give NaN."""
+"""Largest E8M0 byte, 2**9, that the decode kernels ``cuda`` and ``triton`` multiply by. Larger scales give NaN."""
 LARGEST_SCALE_OF_GEMM = 194
-"""The same of ``gemm``: 2**67."""
+"""Largest E8M0 byte, 2**67, that the ``gemm`` kernels multiply by."""
 
 
 def largest_scale(scales: torch.Tensor) -> int:
-    """Return the largest E8M0 byte but 255, which is NaN in every kernel. Synchronizes."""
+    """Return the largest E8M0 byte except 255, which is NaN in every kernel. This call synchronizes."""
     codes = scales.view(torch.uint8)
     return int(codes.masked_fill(codes == 255, 0).max())
 
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Multiply FP4 bytes ``(..., K / 2)`` by E8M0 bytes ``(..., K / 32)``: float32 or bfloat16, exact except for underflow."""
+    """Multiply FP4 bytes ``(..., K / 2)`` by E8M0 bytes ``(..., K / 32)`` to float32 or bfloat16, exact except for underflow."""
     return nvfp4.dequantize_fp4(packed, scales, mxfp8.decode_e8m0, BLOCK_SIZE, dtype)
 
 
 @dataclass(frozen=True)
 class MXFP4Weights(Weights):
-    """E local experts, H hidden size as stored, T intermediate size, r = 2 if gated else 1."""
+    """MXFP4 weights: E local experts, H hidden size as stored, T intermediate size, r = 2 if gated else 1."""
 
     code_dtype = torch.uint8
     scale_dtype = torch.uint8

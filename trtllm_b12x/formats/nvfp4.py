@@ -1,7 +1,7 @@
-"""NVFP4: E2M1 values, E4M3 block scales, packing, and the tensors that its kernels take.
+"""Define NVFP4: E2M1 values, E4M3 block scales, packing, and the tensors that its kernels take.
 
-The two torch implementations that stand in for device code use it: the embedded host's operators and the reference kernels. The
-strict reference, which both are compared with, deliberately does not.
+Two torch implementations that stand in for device code use this module: the embedded TensorRT-LLM's operators and the reference
+kernels. Both are compared with the strict reference, which deliberately does not use this module.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
     """
     magnitude = values.abs().nan_to_num(nan=E2M1_MAX)
     midpoints = torch.tensor(_E2M1_MIDPOINTS, dtype=values.dtype, device=values.device)
-    # bucketize(right=False) sends a tie to the lower code, right=True to the upper one: take whichever is even.
+    # bucketize(right=False) sends a tie to the lower code, right=True to the upper one. The even code is taken.
     lower = torch.bucketize(magnitude, midpoints, right=False)
     upper = torch.bucketize(magnitude, midpoints, right=True)
     code = torch.where(lower % 2 == 0, lower, upper)
@@ -68,11 +68,11 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(packed: torch.Tensor, block_scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Multiply FP4 bytes ``[..., K/2]`` by E4M3 block scales ``[..., K/16]``, without any per-tensor scale.
+    """Multiply FP4 bytes ``[..., K/2]`` by E4M3 block scales ``[..., K/16]``, without a per-tensor scale.
 
     Returns:
-        ``[..., K]`` of ``dtype``: float32, bfloat16 or float16. Exact: the product of an E2M1 and an E4M3 value has at most 6
-        significant bits, and an exponent that float16 has.
+        ``[..., K]`` of ``dtype``: float32, bfloat16 or float16. The result is exact: the product of an E2M1 and an E4M3 value
+        has at most 6 significant bits, and its exponent fits float16.
     """
     return dequantize_fp4(packed, block_scales, lambda codes: codes.view(torch.float8_e4m3fn).float(), BLOCK_SIZE, dtype)
 
@@ -80,9 +80,9 @@ def dequantize(packed: torch.Tensor, block_scales: torch.Tensor, dtype: torch.dt
 def dequantize_fp4(
     packed: torch.Tensor, scales: torch.Tensor, decode: Callable[[torch.Tensor], torch.Tensor], block: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Multiply FP4 bytes ``[..., K/2]`` by scales of a byte each ``[..., K/block]``, which ``decode`` turns to float32.
+    """Multiply FP4 bytes ``[..., K/2]`` by one-byte scales ``[..., K/block]``, which ``decode`` converts to float32.
 
-    Both values of a byte come from one gather, of all bytes times all scales: faster than to decode and multiply.
+    One gather from a table of all bytes times all scales gives both values of a byte. Decoding and multiplying is slower.
     """
     both = torch.int64 if dtype.itemsize == 4 else torch.int32
 
@@ -98,19 +98,19 @@ def dequantize_fp4(
 
 @dataclass(frozen=True)
 class InputScales:
-    """TensorRT-LLM's parameters for the scales of activations, and the divisors that are derived from them.
+    """An engine's parameters for the scales of activations, and the divisors that are derived from them.
 
-    The host may overwrite the parameters at any time. Each call therefore derives the divisors anew, in its route launch.
+    The engine may overwrite the parameters at any time. Each call therefore derives the divisors again, in its route launch.
     """
 
     fc31_input_scale: torch.Tensor
-    """One float32, or ``(E,)``: what the host multiplies FC1's input by."""
+    """One float32, or ``(E,)``: factor by which the engine multiplies FC1's input."""
     fc2_input_scale: torch.Tensor
     """One float32, or ``(E,)``."""
     fc1_divisor: torch.Tensor
-    """``(E,)`` float32, written: ``1 / fc31_input_scale``."""
+    """``(E,)`` float32, written by ``derive``: ``1 / fc31_input_scale``."""
     fc2_divisor: torch.Tensor
-    """``(E,)`` float32, written: ``1 / fc2_input_scale``."""
+    """``(E,)`` float32, written by ``derive``: ``1 / fc2_input_scale``."""
 
     def __post_init__(self) -> None:
         for name in ("fc31_input_scale", "fc2_input_scale"):
@@ -118,7 +118,7 @@ class InputScales:
             if tensor.numel() not in (1, self.fc1_divisor.numel()) or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not one float32, nor one of each expert")
 
-    @torch.inference_mode()  # what is written may come from a load inside it, and then be written nowhere else
+    @torch.inference_mode()  # a tensor created in inference mode can only be written in that mode
     def derive(self) -> None:
         """Write the divisors in place, without synchronizing; ``trtllm_b12x.kernels.routes.prepare`` does the same on a GPU."""
         torch.reciprocal(self.fc31_input_scale.expand_as(self.fc1_divisor), out=self.fc1_divisor)
@@ -127,12 +127,12 @@ class InputScales:
 
 @dataclass(frozen=True)
 class NVFP4Weights(Weights):
-    """The tensors that kernels read besides a call's own. Alphas and block scales are the host's tensors, so weights that are
-    copied over them are followed at once.
+    """Tensors that kernels read besides a call's own tensors. Alphas and block scales are the engine's tensors, so new weights
+    that are copied into them take effect at once.
 
     The divisors are ``input_global_scale`` and ``fc2_input_scale`` of FlashInfer's ``B12xMoEWrapper.run`` (0.7.2, b12x_moe.py),
-    which expands a single one at every call, a launch each: here they are per expert.
-    E local experts, H hidden size, T intermediate size on the tile, r = 2 if gated (rows [up; gate]) else 1.
+    which expands a single divisor with one launch per call. The divisors here are per expert.
+    E local experts, H hidden size, T intermediate size padded to the tile, r = 2 if gated (rows [up; gate]) else 1.
     """
 
     fc1_weight: torch.Tensor
@@ -148,13 +148,13 @@ class NVFP4Weights(Weights):
     fc2_alpha: torch.Tensor
     """``(E,)`` float32: FC2's ``weight_scale_2`` times its divisor."""
     fc1_divisor: torch.Tensor
-    """``(E,)`` float32, the same for all experts: what FC1's input is divided by (ModelOpt's ``input_scale``)."""
+    """``(E,)`` float32, equal for all experts: divisor of FC1's input (ModelOpt's ``input_scale``)."""
     fc2_divisor: torch.Tensor
-    """``(E,)`` float32: what FC2's input is divided by."""
+    """``(E,)`` float32: divisor of FC2's input."""
     input_scales: InputScales | None = None
-    """The host's input scales, from which every call derives the divisors; None if they are constants."""
+    """The engine's input scales, from which every call derives the divisors. None if the divisors are constant."""
     fc1_half_alphas: torch.Tensor | None = None
-    """``(2, E)`` float32: the alphas of FC1's halves, up and gate, if a load has recorded them (``half_alphas``)."""
+    """``(2, E)`` float32: the alphas of FC1's halves, up and gate, if weight loading has recorded them (``half_alphas``)."""
 
     code_dtype = torch.uint8
     scale_dtype = torch.float8_e4m3fn
@@ -162,17 +162,17 @@ class NVFP4Weights(Weights):
     packed = 2
 
     def half_alphas(self, experts: int | slice) -> torch.Tensor:
-        """Return the alphas of up and gate of local experts, ``(2,)`` of one, ``(2, n)`` of several.
+        """Return the up and gate alphas of local experts: ``(2,)`` for one expert, ``(2, n)`` for several.
 
-        Recorded alphas count while the larger one is ``fc1_alpha``. Otherwise somebody has replaced that parameter since, and
-        it holds for both halves, as in TensorRT-LLM.
+        Recorded alphas are used while the larger one equals ``fc1_alpha``. If they differ, ``fc1_alpha`` was replaced after
+        loading and applies to both halves, as in TensorRT-LLM.
         """
         alpha = self.fc1_alpha[experts]
         recorded = alpha.expand(2, *alpha.shape) if self.fc1_half_alphas is None else self.fc1_half_alphas[:, experts]
         return torch.where(recorded.amax(0) == alpha, recorded, alpha)
 
     def typical_input(self) -> float:
-        """Return a quarter of the calibrated range, which is 6 * 448 of the input scale."""
+        """Return a quarter of the calibrated range, which is 6 * 448 times the input scale."""
         inputs = self.input_scales
         divisor = float(self.fc1_divisor[0]) if inputs is None else 1 / float(inputs.fc31_input_scale.flatten()[0])
         return 672 * divisor if 0 < divisor < math.inf else 1.0
@@ -186,7 +186,7 @@ class NVFP4Weights(Weights):
 
 
 class W4A16NVFP4Weights(NVFP4Weights):
-    """Fields as ``NVFP4Weights``. The input scales cancel: a checkpoint may have none, and activations are not quantized."""
+    """Weights with the fields of ``NVFP4Weights``. Activations are not quantized. The input scales cancel and may be missing."""
 
     def typical_input(self) -> float:
         return 1.0

@@ -1,4 +1,4 @@
-"""The weights of a layer as kernels read them, for any number format."""
+"""Define a layer's weights as kernels read them, for every number format."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Epilogue:
     fc1_bias: torch.Tensor | None = None
     """``(E, r*I)``, rows [up; gate], any float type."""
     fc2_bias: torch.Tensor | None = None
-    """``(E, H)``, of the same type."""
+    """``(E, H)``, same dtype as ``fc1_bias``."""
     swiglu_alpha: torch.Tensor | None = None
     """``(E,)`` float32, 1 if not given."""
     swiglu_beta: torch.Tensor | None = None
-    """0 if not given."""
+    """``(E,)`` float32, 0 if not given."""
     swiglu_limit: torch.Tensor | None = None
-    """Infinity if not given."""
+    """``(E,)`` float32, infinity if not given."""
 
     def swiglu(self, experts: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return alpha, beta and limit, ``(E,)`` float32 each, given or not."""
+        """Return alpha, beta and limit, ``(E,)`` float32 each. Missing tensors are filled with their default."""
         values = ((self.swiglu_alpha, 1.0), (self.swiglu_beta, 0.0), (self.swiglu_limit, float("inf")))
         return tuple(constants.filled(value, (experts,), device) if tensor is None else tensor for tensor, value in values)
 
     def check(self, experts: int, rows: int, hidden: int, bias: torch.dtype | None, device: torch.device) -> None:
-        """Raise ValueError, naming the tensor, if one is not what kernels of these sizes and type of bias take."""
+        """Raise ValueError, naming the tensor, if a tensor does not fit these sizes, this bias dtype or this device."""
         shapes = {"fc1_bias": ((experts, rows), bias), "fc2_bias": ((experts, hidden), bias)}
         tensors = tensors_of(self)
         for name, tensor in tensors.items():
@@ -64,9 +64,9 @@ class Weights(ABC):
     code_dtype: ClassVar[torch.dtype]
     scale_dtype: ClassVar[torch.dtype]
     group_size: ClassVar[int]
-    """Codes that share a block scale."""
+    """Number of codes that share a block scale."""
     packed: ClassVar[int] = 1
-    """Codes in one element of ``code_dtype``."""
+    """Number of codes in one element of ``code_dtype``."""
     epilogue: Epilogue = field(default_factory=Epilogue, kw_only=True)
     layout: WeightLayout = field(default=DEFAULT_LAYOUT, kw_only=True)
 
@@ -74,7 +74,7 @@ class Weights(ABC):
     def on_storage(
         cls, codes: Iterable[torch.Tensor], scales: Iterable[torch.Tensor], layout: WeightLayout, **others: Any
     ) -> Weights:
-        """View an engine's tensors of FC1 and FC2, ``(E, rows, ...)`` codes and block scales in integers of any size."""
+        """View an engine's FC1 and FC2 tensors: ``(E, rows, ...)`` codes, and block scales in integers of any size."""
 
         def scale_view(tensor: torch.Tensor) -> torch.Tensor:
             if layout.scales == ROWS:
@@ -87,10 +87,10 @@ class Weights(ABC):
 
     @classmethod
     def draw(cls, codes: torch.Tensor, scales: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill a matrix of every expert with random codes and block scales; E8M0 ones give products of about one."""
+        """Fill a matrix of every expert with random codes and block scales. E8M0 scales give products of about one."""
         data = codes.view(torch.uint8).random_(0, 256, generator=generator)
         if cls.packed == 1:
-            data.bitwise_and_(0xBF)  # E4M3 below 2, so that none is NaN
+            data.bitwise_and_(0xBF)  # E4M3 below 2, so that no code is NaN
         first, count = 0x30, 0x11  # E4M3 of 0.5 to 2
         if cls.scale_dtype == torch.uint8:
             first, count = 127 - 2 * (cls.packed - 1) - round(log2(data.shape[2] * cls.packed) / 2), 2
@@ -101,10 +101,10 @@ class Weights(ABC):
         return tensors_of(self)
 
     def check(self, geometry: Geometry) -> None:
-        """Raise ValueError, naming the tensor, if a shape or dtype is not what kernels of ``geometry`` take.
+        """Raise ValueError, naming the tensor, if its shape or dtype does not fit kernels of ``geometry``.
 
-        Block scales fill tiles of 128 rows by 4 blocks, the last ones padded, or lie in rows, ``(E, rows, blocks)``. Other fields
-        are float32, one for each expert.
+        Block scales fill tiles of 128 rows by 4 blocks, the last ones padded, or are in rows, ``(E, rows, blocks)``. Other fields
+        have one float32 per expert.
         """
         if self.layout != geometry.layout:
             raise ValueError(f"the weights are laid out as {self.layout}, the kernel is planned for {geometry.layout}")
@@ -125,7 +125,7 @@ class Weights(ABC):
         self.epilogue.check(experts, rows, hidden, geometry.bias, self.device)
 
     def stored(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return a local expert's FC1 (rows [up; gate]) and FC2, uint8 ``(rows, bytes)``, by the checkpoint's kind of tensor."""
+        """Return FC1 (rows [up; gate]) and FC2 of a local expert, uint8 ``(rows, bytes)``, by ``weight`` and ``weight_scale``."""
         fields = self.tensors()
         codes = fields["fc1_weight"][slot], fields["fc2_weight"][slot]
         scales = self.row_scales(slot, "fc1_weight"), self.row_scales(slot, "fc2_weight")
@@ -136,7 +136,7 @@ class Weights(ABC):
 
     @abstractmethod
     def dequantized(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Multiply codes ``(rows, K / packed)`` by block scales ``(rows, blocks)``: ``(rows, K)`` of ``dtype``."""
+        """Multiply codes ``(rows, K / packed)`` by block scales ``(rows, blocks)`` to ``(rows, K)`` of ``dtype``."""
 
     def matrix(self, slot: int, name: str) -> torch.Tensor:
         """Return a local expert's ``fc1_weight`` (rows [up; gate]) or ``fc2_weight`` in float32, without per-expert scales."""
@@ -144,11 +144,11 @@ class Weights(ABC):
         return self.ordered(values) if name == "fc1_weight" else values
 
     def matrices(self, slots: slice, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the same of several local experts, ``(experts, rows, columns)``, with FC1's rows in the layout's order."""
+        """Return ``matrix`` of several local experts, ``(experts, rows, columns)``, with FC1's rows in the layout's order."""
         return self.dequantized(getattr(self, name)[slots], self._scales_in_rows(slots, name), dtype)
 
     def ordered(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return FC1's rows, or its bias, in the order [up; gate]; as they are without a gate. They lie along ``dim``."""
+        """Return FC1's rows, or its bias, in the order [up; gate], or unchanged without a gate. ``dim`` holds the rows."""
         fc1, fc2 = (getattr(self, name) for name in self.stored_fields[:2])
         if self.layout.fc1 not in (GATE_UP, BY_TURNS) or fc1.shape[1] == fc2.shape[2] * self.packed:  # FC2's columns
             return rows
@@ -168,15 +168,15 @@ class Weights(ABC):
 
     @property
     def largest_scale(self) -> int:
-        """Largest byte of a block scale if some are too large for a kernel (``mxfp4.py``), else 0. Synchronizes."""
+        """Largest byte of a block scale in formats where kernels have a limit (``mxfp4.py``), else 0. Reading synchronizes."""
         return 0
 
     def typical_input(self) -> float:
-        """Return the size of activations to test kernels with. Synchronizes."""
+        """Return the magnitude of activations for kernel tests. This call synchronizes."""
         return 1.0
 
     def derive(self) -> None:  # noqa: B027
-        """Write what a call reads and other parameters imply, in place and without synchronizing: in most formats nothing."""
+        """Derive tensors from other parameters before a call, in place, without synchronizing. Most formats derive none."""
 
     @property
     def device(self) -> torch.device:

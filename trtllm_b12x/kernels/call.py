@@ -17,13 +17,13 @@ class MoECall(NamedTuple):
     """The tensors of one call of a layer's experts."""
 
     x: torch.Tensor
-    """``(tokens, H)`` in the layer's dtype; with ``x_sf`` ``(tokens, H/2)`` bytes of two FP4 codes each."""
+    """``(tokens, H)`` in the layer's dtype. With ``x_sf``: ``(tokens, H/2)`` bytes, each with two FP4 codes."""
     ids: torch.Tensor
-    """``(tokens, top_k)`` integers of any type, global ids. A route to an expert of another rank is left out."""
+    """``(tokens, top_k)`` integers of any type, global ids. Kernels skip routes to experts of other ranks."""
     router_weights: torch.Tensor
     """``(tokens, top_k)``, any float type."""
     x_sf: torch.Tensor | None = None
-    """E4M3 bytes for blocks of 16 columns, if the host has quantized ``x`` by ``fc31_input_scale``."""
+    """E4M3 bytes for blocks of 16 columns, if the engine has quantized ``x`` by ``fc31_input_scale``."""
     swizzled: bool = False
     """``x_sf`` is 128x4-interleaved, not in rows of ``H/16``."""
     out: torch.Tensor | None = None
@@ -31,14 +31,14 @@ class MoECall(NamedTuple):
     scratch: torch.Tensor | None = None
     """uint8 memory for intermediate results, ``Kernel.scratch_bytes`` or more at a multiple of 16. Allocated if not given."""
     router_logits: torch.Tensor | None = None
-    """``(tokens, E)`` of the model's experts, if the geometry has a ``scoring``. ``ids`` and ``router_weights`` are not read."""
+    """``(tokens, E)`` for all experts, if the geometry has a ``scoring``. Then ``ids`` and ``router_weights`` are not read."""
     router_bias: torch.Tensor | None = None
     """``(E,)`` float32, if ``scoring.bias``."""
     padding: torch.Tensor | None = None
-    """``(tokens,)`` bool, of calls with logits: True for rows that no token is in. They have no routes, and zeros come out."""
+    """``(tokens,)`` bool, for calls with logits: True for rows without a token. They have no routes, and their output is zero."""
 
     def check(self, geometry: Geometry, quantized_input: bool) -> None:
-        """Raise ValueError, naming the tensor, if kernels do not take its shape, or no ``x_sf`` and there is one."""
+        """Raise ValueError, naming the tensor, if its shape is wrong, or if kernels do not take the given ``x_sf``."""
         x, x_sf, swizzled = self.x, self.x_sf, self.swizzled
         tokens, hidden = x.shape[0], geometry.hidden_size
         if x_sf is not None and not quantized_input:
@@ -69,17 +69,17 @@ class MoECall(NamedTuple):
                 raise ValueError(f"x_sf has {x_sf.nbytes} scales, expected {needed} for {tokens} tokens")
 
     def prepared(self, geometry: Geometry, quantized_input: bool, device: int) -> MoECall:
-        """Return the checked call as kernels take it: contiguous tensors of types they know, and an output they can write.
+        """Return the checked call for kernels: contiguous tensors of supported dtypes, and an output that kernels can write.
 
-        ``device``: number of the layer's device, as ``get_device`` returns it. Raise ValueError as ``check`` does, if ``x`` has
-        another dtype than the layer or ``out`` has integers, if a tensor is on another device, and if ``scratch`` is not aligned.
+        ``device``: number of the layer's device, as ``get_device`` returns it. Raise ValueError as ``check`` does. Also raise it
+        if ``x`` does not have the layer's dtype, ``out`` has integers, a device differs, or ``scratch`` is not aligned.
         """
         x, ids, router_weights, x_sf, swizzled, out, scratch, logits, bias, padding = self
         shape, hidden, dtype = x.shape, geometry.hidden_size, geometry.dtype
         tokens = shape[0]
         routes = tokens, geometry.top_k
         out_shape = shape if out is None else out.shape
-        # Each look at a tensor takes 0.1 us, and so does each call of a function.
+        # Each access to a tensor takes 0.1 us, and so does each function call.
         fits = out_shape == shape == (tokens, hidden) and ids.shape == routes == router_weights.shape
         if not fits or x_sf is not None or geometry.scoring is not None or logits is not None or padding is not None:
             self.check(geometry, quantized_input)
@@ -105,7 +105,7 @@ class MoECall(NamedTuple):
             if not logits.is_floating_point():
                 raise ValueError(f"router_logits is {logits.dtype}, expected floats")
             logits = (logits if logits.dtype in ROUTER_WEIGHT_TYPES else logits.float()).contiguous()
-            ids = router_weights = logits  # nobody reads them
+            ids = router_weights = logits  # kernels do not read these fields
             bias = None if bias is None else bias.float().contiguous()
             padding = None if padding is None else padding.contiguous()
         elif ids.dtype not in ID_TYPES or router_weights.dtype not in ROUTER_WEIGHT_TYPES:
@@ -114,7 +114,7 @@ class MoECall(NamedTuple):
         return tuple.__new__(MoECall, fields)  # half the time of MoECall(*fields)
 
     def of_tokens(self, first: int, end: int) -> MoECall:
-        """Return the call of some of the tokens, without ``out``. With swizzled ``x_sf`` ``first`` is a multiple of 128."""
+        """Return the call for tokens ``first:end``, without ``out``. With swizzled ``x_sf``, ``first`` is a multiple of 128."""
         names = ("x", "ids", "router_weights") if self.router_logits is None else ("x", "router_logits", "padding")
         part = self._replace(out=None, **{name: part[first:end] for name in names if (part := getattr(self, name)) is not None})
         if self.x_sf is None:
@@ -131,11 +131,11 @@ class MoECall(NamedTuple):
 
 
 def of_logits(x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None = None, **more: Any) -> MoECall:
-    """Return a call that has router logits. ``more`` are other fields."""
+    """Return a call that has router logits. ``more`` contains other fields."""
     return MoECall(x, logits, logits, router_logits=logits, router_bias=bias, **more)
 
 
 def aligned16(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor at a multiple of 16 bytes. A chunk of a longer call may begin anywhere."""
+    """Return a contiguous tensor at a multiple of 16 bytes. A chunk of a longer call may begin at any address."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

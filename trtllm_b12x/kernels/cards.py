@@ -45,14 +45,14 @@ MODELS: dict[str, dict[str, int]] = {
     },
     "sm_121a": {"GB10": 48},
 }
-"""Target to its cards' numbers of multiprocessors: CUDA cores of NVIDIA's product pages over 128, as a multiprocessor has."""
+"""Number of multiprocessors by target and card: CUDA cores on NVIDIA's product pages divided by 128 per multiprocessor."""
 
 
 def models(target: str, names: Iterable[str] = ()) -> tuple[Card, ...]:
     """Return the cards of ``target``, one for each number of multiprocessors.
 
-    ``names`` are of ``MODELS``, in any case, with ``GeForce`` or ``NVIDIA`` or without, or numbers of multiprocessors; default
-    all. Raise ValueError, with the known names, for another one.
+    ``names``: keys of ``MODELS`` in any case, with or without ``GeForce`` or ``NVIDIA``, or numbers of multiprocessors; default:
+    all. Raise ValueError, with the known names, for an unknown name.
     """
     known = {_plain(name): count for name, count in MODELS[target].items()}
     counts = []

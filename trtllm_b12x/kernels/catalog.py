@@ -1,4 +1,4 @@
-"""Map each row of ``trtllm_b12x.decision.families`` to its kernel class, and to a torch class for where no card suits it."""
+"""Map each row of ``trtllm_b12x.decision.families`` to its kernel class, and to a torch class for machines without its card."""
 
 from __future__ import annotations
 

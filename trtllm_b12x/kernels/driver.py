@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: a launch begins before the one ahead of it has ended
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: a launch begins before the previous one has ended
 _SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class DriverError(RuntimeError):
-    """A function of the driver failed."""
+    """A function of the CUDA driver failed."""
 
 
 class _Attribute(ctypes.Structure):
@@ -49,7 +49,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _context() -> ctypes.c_void_p:
-    """Return the context that is current in this thread; its value is None if there is none."""
+    """Return the context that is current in this thread. Its value is None if the thread has no context."""
     context = ctypes.c_void_p()
     _call("cuCtxGetCurrent", ctypes.byref(context))
     return context
@@ -57,7 +57,7 @@ def _context() -> ctypes.c_void_p:
 
 @contextmanager
 def _current(library: ctypes.CDLL, context: ctypes.c_void_p) -> Iterator[None]:
-    """Make a context current in this thread for a while."""
+    """Make a context current in this thread until the block ends."""
     _check("cuCtxPushCurrent_v2", library.cuCtxPushCurrent_v2(context))
     try:
         yield
@@ -75,7 +75,7 @@ def _unload(library: ctypes.CDLL, context: ctypes.c_void_p, module: ctypes.c_voi
 
 
 class Module:
-    """Kernels of one cubin on torch's current device, whose context exists. It is unloaded with the last of its functions."""
+    """Kernels of one cubin on torch's current device, whose context exists. The module is unloaded with its last function."""
 
     def __init__(self, cubin: bytes) -> None:
         self.handle, self.context = ctypes.c_void_p(), _context()
@@ -84,7 +84,7 @@ class Module:
         self._unloads.atexit = False
 
     def constant(self, name: str) -> int:
-        """Read an ``int`` of the module."""
+        """Read an ``int`` constant of the module."""
         at, size, value = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
         _call("cuModuleGetGlobal_v2", ctypes.byref(at), ctypes.byref(size), self.handle, name.encode())
         _call("cuMemcpyDtoH_v2", ctypes.byref(value), at, ctypes.c_size_t(ctypes.sizeof(value)))
@@ -96,7 +96,7 @@ class Module:
 
 
 class Function:
-    """A kernel. Its module has ``threads`` and ``shared_bytes`` of a block, behind ``of`` in a module of several kernels."""
+    """A kernel. Its module has the block's ``threads`` and ``shared_bytes``, with the prefix ``of`` if it has several kernels."""
 
     def __init__(self, module: Module, name: str, of: str = "") -> None:
         self.module, self._function, self._context = module, ctypes.c_void_p(), module.context
@@ -107,7 +107,7 @@ class Function:
     def launcher(self, blocks: int, layer: ctypes.Structure, record: struct.Struct) -> Callable[..., None]:
         """Return a function that takes a stream and the values of a record, and launches with ``layer`` and that record.
 
-        The kernel waits for the one ahead of it by itself. Any thread may launch, on any current device.
+        The kernel itself waits for the previous kernel. Any thread may launch, on any current device.
         """
         start, context = _library().cuLaunchKernelEx, self._context
         idle: list[tuple[Any, ...]] = []
@@ -121,14 +121,14 @@ class Function:
 
         def launch(stream: int, *values: int) -> None:
             try:
-                mine = idle.pop()  # no other thread's while the driver reads it: ctypes releases the GIL
+                mine = idle.pop()  # one thread owns a slot while the driver reads it: ctypes releases the GIL
             except IndexError:
                 mine = slot()
             config, fill, config_at, function, pointers = mine
             config.stream = stream
             fill(*values)
             code = start(config_at, function, pointers, None)
-            # A thread has no context before its first CUDA call, and another card's after ``torch.cuda.set_device``.
+            # A thread has no context before its first CUDA call, and another card's context after ``torch.cuda.set_device``.
             if code and _context().value != context.value:
                 with _current(_library(), context):
                     code = start(config_at, function, pointers, None)

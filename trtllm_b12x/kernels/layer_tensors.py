@@ -1,4 +1,4 @@
-"""The tensors of a layer as kernels of our own read them."""
+"""The tensors of a layer, as our own kernels read them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trtllm_b12x.formats.weights import Weights
 from . import Geometry
 
 ACTIVATIONS = ("Swiglu", "SwigluBias", "Geglu", "Relu2", "Silu", "Gelu")
-"""Names of the host's ``ActivationType``, as kernels number them. GELU is exact, alone and in Geglu, as in
+"""Names of TensorRT-LLM's ``ActivationType``, in the kernels' numbering. GELU is exact, also in Geglu, as in
 CUTLASS (``moe_kernels.cu``); SwigluBias has alpha, beta and limit (gpt-oss)."""
 ORDERS = (UP_GATE, GATE_UP, BY_TURNS)
-"""Orders of FC1's rows, as kernels number them."""
+"""Orders of FC1's rows, in the kernels' numbering."""
 
 
 def check(geometry: Geometry, weights: Weights) -> None:
-    """Raise ValueError, naming the tensor, if one is not laid out as the kernels read it."""
+    """Raise ValueError, naming the tensor, if a tensor does not have the layout that the kernels read."""
     weights.check(geometry)
     for name, tensor in weights.tensors().items():
         plain = scales_in_memory(weights, name) if name.endswith("_sf") else tensor
@@ -29,28 +29,28 @@ def check(geometry: Geometry, weights: Weights) -> None:
 
 
 class Scalars(NamedTuple):
-    """Tensors of a layer that kernels read besides codes and block scales; ``one`` in place of those that it lacks."""
+    """Tensors of a layer that kernels read besides codes and block scales. ``one`` replaces tensors that the layer lacks."""
 
     one: torch.Tensor
-    """Also FC1's input scale if the input arrives quantized, which is then in units of the scale that the alpha contains."""
+    """The number 1. It is FC1's input scale for quantized input, which is in units of the scale that the alpha contains."""
 
     fc1_alpha: torch.Tensor
     fc1_half_alphas: torch.Tensor
-    """Zeros if no load has recorded them: no alpha but zero equals those."""
+    """Recorded alphas of up and gate, which count if the larger equals ``fc1_alpha``. Zeros if weight loading recorded none."""
     fc1_input: torch.Tensor
-    """``fc31_input_scale``: the host multiplies FC1's input by it."""
+    """``fc31_input_scale``, by which the engine multiplies FC1's input."""
     fc2_alpha: torch.Tensor
     fc2_input: torch.Tensor
     steps: tuple[int, int]
-    """From one expert's input scale to the next."""
+    """Distance from one expert's input scale to the next, of FC1 and FC2: 0 or 1."""
     biases: tuple[torch.Tensor, ...]
-    """Of FC1 and FC2."""
+    """Biases of FC1 and FC2."""
     swiglu: tuple[torch.Tensor, ...]
     """Alpha, beta and limit."""
 
 
 def scalars_of(geometry: Geometry, weights: Any) -> Scalars:
-    """Return the scalars of a layer. Raise ValueError if the input scales are given as divisors alone."""
+    """Return the scalars of a layer. Raise ValueError if the weights have only divisors and no input scales."""
     one, extra = constants.filled(1.0, (1,), weights.device), weights.epilogue
     biases = tuple(one if bias is None else bias for bias in (extra.fc1_bias, extra.fc2_bias))
     swiglu = extra.swiglu(geometry.num_experts, one.device) if geometry.activation == "SwigluBias" else (one,) * 3

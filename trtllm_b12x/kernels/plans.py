@@ -1,6 +1,6 @@
-"""Plans: what layers of one geometry share on one device. A plan is made once, and tested once on the card.
+"""Plans: state that layers of one geometry share on one device. A plan is made once, and tested once on the card.
 
-The first layer whose weights are neither all zero nor not finite tests it. A plan is freed with the last layer that uses it.
+The first layer whose weights are finite and not all zero tests it. A plan is freed with the last layer that uses it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _any_error_as_plan_error() -> Iterator[None]:
 
 class PlannedKernel(Kernel):
     reference: ClassVar[type[ReferenceKernel]]
-    """Torch kernel that the self-test compares with."""
+    """Torch kernel with which the self-test compares."""
     _plan: Any
     _key: tuple[Any, ...]
 
@@ -60,21 +60,21 @@ class PlannedKernel(Kernel):
         return next(form for form in FORMATS if form.quant_algo in cls.features.quantizations)
 
     def _share(self, key: tuple[Any, ...], make: Callable[[], Plan]) -> None:
-        """Take the plan of ``key``, or make it. Raise PlanError if compiling or allocating failed."""
+        """Use the plan of ``key`` if it exists, else make it. Raise PlanError if compiling or allocating failed."""
         with _lock:
             plan = _plans.get(key)
             if plan is None:
-                # Whatever mode the host loads in: the tensors outlive it.
+                # The engine may load weights in inference mode; the plan's tensors outlive this mode.
                 with _any_error_as_plan_error(), torch.inference_mode(False):
                     plan = _plans[key] = make()
         self._plan, self._key = plan, key
 
     @abstractmethod
     def _test(self) -> list[SelfTestResult] | None:
-        """Compare every kernel of the plan with the reference; None if the weights are all zero or not finite."""
+        """Compare every kernel of the plan with the reference. Return None if the weights are all zero or not finite."""
 
     def _leave_out(self, failed: list[SelfTestResult]) -> None:
-        """Serve without the kernels that failed. Raise PlanError, with the numbers, if none is left for some token count."""
+        """Serve without the kernels that failed. Raise PlanError, with the errors, if a token count has no kernel left."""
         raise PlanError("; ".join(map(str, failed)))
 
     def self_test(self) -> None:
@@ -91,7 +91,7 @@ class PlannedKernel(Kernel):
                         self._leave_out(failed)
             finally:
                 if self.device.type == "cuda":
-                    torch.cuda.empty_cache()  # the host sizes its KV cache by what is free
+                    torch.cuda.empty_cache()  # the engine sizes its KV cache by free memory
             _plans[self._key] = plan
             plan.tested, plan.untestable, plan.results = results is not None, results is None, results or []
         if not plan.tested:
@@ -114,14 +114,14 @@ class PlannedKernel(Kernel):
 
 
 class OwnKernel(PlannedKernel):
-    """Kernels of our own. They can be compiled for a card that is not here."""
+    """Our own kernels. They can be compiled for a card that is not in this machine."""
 
     instruction = "mma.sync"
     adds_bias = True
     first_expert: int
 
     def __init__(self, card: Card | None = None) -> None:
-        """``card``: that kernels are chosen and compiled for, instead of the device's own."""
+        """``card``: card that kernels are chosen and compiled for, instead of the device's card."""
         self._card = card
 
     @classmethod

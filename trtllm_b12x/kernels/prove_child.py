@@ -1,4 +1,4 @@
-"""Compile a family's real kernels for a card that need not be here, and look at what came out.
+"""Compile a family's real kernels for a card that need not be in this machine, and check their PTX.
 
 ``python -m trtllm_b12x.kernels.prove_child sm_120a b12x`` prints one JSON line: a
 ``trtllm_b12x.environment.prove.Proof``.
@@ -25,7 +25,7 @@ LAYER = Geometry(16, 4, 512, 256, "Swiglu")
 
 
 def proof(target: str, family: str) -> Proof:
-    """Compile the kernels that the family has for each number format."""
+    """Compile the family's kernels for each number format."""
     started, products, error = time.monotonic(), 0, ""
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TRITON_CACHE_DIR"] = directory
@@ -38,7 +38,7 @@ def proof(target: str, family: str) -> Proof:
                     error = error if count else f"the PTX holds no {kernel.instruction} instruction"
                     products += count
         except Exception as exception:
-            print(exception)  # of which the parent looks for the assembler's complaint
+            print(exception)  # the parent searches this text for the assembler's error
             error = first_line(exception)[:300]
     return Proof(target, not error, error, products, round(time.monotonic() - started, 1))
 

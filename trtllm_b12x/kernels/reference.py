@@ -1,8 +1,8 @@
 """Compute the kernels in torch, on the CPU and any GPU, for machines without a card and as the reference of the self-test.
 
-They read the very tensors that the real kernels get, the way those do, so that a wrong layout shows as a wrong number, and round
-where the family does (the class attributes). ``ReferenceKernel`` is b12x: the static kernel of FlashInfer 0.7.2.post1, files
-below ``flashinfer/fused_moe/cute_dsl/blackwell_sm12x`` unless named:
+They read the real kernels' tensors in the same layout, so that a wrong layout shows as a wrong number. They round where the
+family does (class attributes). ``ReferenceKernel`` computes b12x, the static kernel of FlashInfer 0.7.2.post1. Its files are
+below ``flashinfer/fused_moe/cute_dsl/blackwell_sm12x`` unless the table names another folder:
 
 ==========================================================  =========================================================
 point                                                       source
@@ -16,8 +16,8 @@ router weight times ``fc2_alpha`` to bf16, product to bf16   ``moe_static_kernel
 sum over routes and partial sums in float32, one bf16       ``moe_static_kernel.py:2760-2800``
 ==========================================================  =========================================================
 
-Not reproduced: the last bit of ``rcp.approx`` and ``ex2.approx``, and the order of float32 sums inside a GEMM. Measured, it
-shows in one of 66 cases (2e-5); in the others this equals the static kernel bit for bit (docs/sm12x-on-hopper.md).
+The last bit of ``rcp.approx`` and ``ex2.approx``, and the order of float32 sums inside a GEMM, are not reproduced. In one of 66
+measured cases this shows (2e-5). The other results equal the static kernel bit for bit (docs/sm12x-on-hopper.md).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class ReferenceKernel(Kernel):
     features = KernelFeatures(
         name="reference",
         activations=frozenset({"Swiglu", "Relu2"}),
-        tile=256,  # what FlashInfer 0.7.x pads to below the static cut-over (moe_dispatch.py:3542)
+        tile=256,  # FlashInfer 0.7.x pads to 256 below the static cut-over (moe_dispatch.py:3542)
         hidden_size_multiple=128,
         negative_ids=True,
-        graph_safe=False,  # it asks the host which experts have tokens
+        graph_safe=False,  # the CPU reads which experts have tokens
         deterministic=True,
         most_routes=families.STATIC_ROUTED_ROWS,
     )
@@ -61,13 +61,13 @@ class ReferenceKernel(Kernel):
     quantizes: ClassVar[bool] = True
     """Activations are rounded to the format of the weights before each product."""
     partial_columns: ClassVar[int] = 256
-    """FC2's product is rounded to bf16 per so many columns, before alpha and router weight; 0: it is not."""
+    """FC2's product is rounded to bf16 per this many columns, before alpha and router weight; 0 for no such rounding."""
     rounds_shares: ClassVar[bool] = True
     """Each route's share is rounded to bf16."""
 
     rounds_products: ClassVar[bool] = False
-    """Products are rounded to the layer's dtype, before biases. Activations are quantized by reciprocals, with MXFP8
-    scales rounded up."""
+    """Products are rounded to the layer's dtype, before biases. Activations are quantized by reciprocals, and MXFP8
+    scales are rounded up."""
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         self.check(geometry, (self.features.hidden_size_multiple, self.multiple))
@@ -78,7 +78,7 @@ class ReferenceKernel(Kernel):
         self.weights, self.experts = weights, ExpertRange(first_expert, self.geometry.num_experts)
 
     def self_test(self) -> None:
-        """Do nothing: others are compared with this kernel."""
+        """Do nothing: other kernels are compared with this kernel."""
 
     def run(self, call: MoECall) -> torch.Tensor:
         g, tokens = self.geometry, call.x.shape[0]
@@ -108,14 +108,14 @@ class ReferenceKernel(Kernel):
         """Yield a local expert's contributions to its tokens, float32 ``(n, H)``.
 
         Args:
-            prequantized: ``x`` was quantized by the host and is in units of the input scale.
+            prequantized: the engine has quantized ``x``, which is in units of the input scale.
         """
         g, w, extra = self.geometry, self.weights, self.weights.epilogue
         scale_1, scale_2, divisor_1, divisor_2 = self._scales(expert)
         if self.quantizes:
             x = x if prequantized else self._quantized(x, divisor_1)
         elif prequantized:
-            x = x * w.fc1_divisor[0]  # the host has one input scale for all experts where it quantizes for them
+            x = x * w.fc1_divisor[0]  # an engine that quantizes the input has one input scale for all experts
         fc1 = self._rounded(x.float() @ w.matrix(expert, "fc1_weight")[:, : g.hidden_size].T * scale_1)
         if extra.fc1_bias is not None:
             fc1 = fc1 + w.ordered(extra.fc1_bias[expert]).float()
@@ -135,9 +135,9 @@ class ReferenceKernel(Kernel):
         yield share.to(torch.bfloat16).float() if self.rounds_shares else share
 
     def each_expert(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each of the first n local experts makes of a token of its own: float32 ``(n, H)`` of ``x (n, H)``.
+        """Run each of the first n local experts on its own row of ``x (n, H)``. Return float32 ``(n, H)``.
 
-        Several experts at a time, without synchronizing.
+        Several experts run at a time, without synchronizing.
         """
         g, w, extra, count = self.geometry, self.weights, self.weights.epilogue, len(x)
         w.derive()
@@ -150,7 +150,7 @@ class ReferenceKernel(Kernel):
             if not self.quantizes:
                 alphas, divisors = tuple(a / d for a, d in zip(alphas, divisors, strict=True)), (None, None)  # type: ignore[assignment]
 
-        # 16 bits hold every operand exactly and are half as much to read. A GPU adds them in float32, a CPU does not.
+        # 16 bits hold every operand exactly and halve the reads. A GPU sums their products in float32, a CPU does not.
         kind = (torch.bfloat16 if self.quantizes else g.dtype) if x.is_cuda else torch.float32
         multiply: Any = functools.partial(torch.bmm, out_dtype=torch.float32) if x.is_cuda else torch.bmm
 
@@ -180,7 +180,7 @@ class ReferenceKernel(Kernel):
         return product.to(self.geometry.dtype).float() if self.rounds_products else product
 
     def _scales(self, expert: int) -> tuple[Any, Any, Any, Any]:
-        """Return what a local expert's sums are multiplied by (FC1: per row), and what quantizes its activations."""
+        """Return a local expert's factors of FC1 (per row) and FC2 sums, and the divisors that quantize its activations."""
         w, g = self.weights, self.geometry
         if not isinstance(w, NVFP4Weights):
             return 1.0, 1.0, None, None
@@ -191,7 +191,7 @@ class ReferenceKernel(Kernel):
         return alpha_1 / divisor_1, alpha_2 / divisor_2, None, None
 
     def _quantized(self, values: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
-        """Round 16-bit values ``(n, K)`` to the weights' format; float32, without ``divisor``."""
+        """Round 16-bit values ``(n, K)`` to the weights' format. Return float32 in units of ``divisor``."""
         if divisor is None:
             return mxfp8.dequantize(*mxfp8.quantize(values, self.rounds_products))
         blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
@@ -209,7 +209,7 @@ class ReferenceKernel(Kernel):
 
 
 class UnquantizedReferenceKernel(ReferenceKernel):
-    """The Triton decode kernels for NVFP4 (W4A16): activations as they are, or as the host has quantized them."""
+    """Reference for the Triton decode kernels for NVFP4 (W4A16). Activations are unquantized, or quantized by the engine."""
 
     features = dataclasses.replace(families.triton(Environment()), name="reference W4A16", graph_safe=False)
     takes_logits = True
@@ -218,34 +218,34 @@ class UnquantizedReferenceKernel(ReferenceKernel):
 
 
 class W4A16UnquantizedReferenceKernel(UnquantizedReferenceKernel):
-    """The Triton decode kernels for W4A16_NVFP4."""
+    """Reference for the Triton decode kernels for W4A16_NVFP4."""
 
     features = dataclasses.replace(families.triton_w4a16(Environment()), name="reference W4A16", graph_safe=False)
 
 
 class W4A16ReferenceKernel(UnquantizedReferenceKernel):
-    """The gemm kernels for W4A16_NVFP4."""
+    """Reference for the gemm kernels for W4A16_NVFP4."""
 
     features = dataclasses.replace(families.gemm_w4a16(Environment()), name="reference W4A16", graph_safe=False)
     takes_logits = False
 
 
 class MXFP4UnquantizedReferenceKernel(UnquantizedReferenceKernel):
-    """The Triton decode kernels for MXFP4."""
+    """Reference for the Triton decode kernels for MXFP4."""
 
     features = dataclasses.replace(families.triton_mxfp4(Environment()), name="reference W4A16", graph_safe=False)
     multiple = 32
 
 
 class MXFP4ReferenceKernel(MXFP4UnquantizedReferenceKernel):
-    """The gemm kernels for MXFP4."""
+    """Reference for the gemm kernels for MXFP4."""
 
     features = dataclasses.replace(families.gemm_mxfp4(Environment()), name="reference W4A16", graph_safe=False)
     takes_logits = False
 
 
 class QuantizedReferenceKernel(ReferenceKernel):
-    """The grouped NVFP4 kernels (W4A4): each route's share in bf16, the sum in float32."""
+    """Reference for the grouped NVFP4 kernels (W4A4). Each route's share is bf16, the sum is float32."""
 
     features = dataclasses.replace(families.grouped_nvfp4(Environment()), name="reference W4A4", graph_safe=False)
     multiple = 16
@@ -253,19 +253,19 @@ class QuantizedReferenceKernel(ReferenceKernel):
 
 
 class CutlassReferenceKernel(QuantizedReferenceKernel):
-    """The engines' CUTLASS for NVFP4 (W4A4; ``moe_kernels.cu`` of TensorRT-LLM, which FlashInfer has too)."""
+    """Reference for CUTLASS with NVFP4 (W4A4; ``moe_kernels.cu`` of TensorRT-LLM, which FlashInfer has too)."""
 
     rounds_products, rounds_shares = True, False
 
 
 class CutlassW4A16ReferenceKernel(W4A16ReferenceKernel):
-    """TensorRT-LLM's path for W4A16_NVFP4."""
+    """Reference for TensorRT-LLM's path for W4A16_NVFP4."""
 
     rounds_products = True
 
 
 class CutlassMXFP4ReferenceKernel(MXFP4ReferenceKernel):
-    """TensorRT-LLM's path for MXFP4, which quantizes activations to MXFP8."""
+    """Reference for TensorRT-LLM's path for MXFP4, which quantizes activations to MXFP8."""
 
     quantizes = rounds_products = True
     partial_columns = 0
@@ -276,11 +276,11 @@ CUTLASS: dict[str, type[ReferenceKernel]] = {
     "W4A16_NVFP4": CutlassW4A16ReferenceKernel,
     "MXFP4": CutlassMXFP4ReferenceKernel,
 }
-"""By number format."""
+"""Reference class of the engine's path by number format."""
 
 
 class MXFP8ReferenceKernel(ReferenceKernel):
-    """The grouped MXFP8 kernels (W8A8)."""
+    """Reference for the grouped MXFP8 kernels (W8A8)."""
 
     features = dataclasses.replace(families.grouped(Environment()), name="reference W8A8", graph_safe=False)
     multiple = 32
@@ -288,7 +288,7 @@ class MXFP8ReferenceKernel(ReferenceKernel):
 
 
 class MXFP8UnquantizedReferenceKernel(MXFP8ReferenceKernel):
-    """The Triton decode kernels for MXFP8 (W8A16)."""
+    """Reference for the Triton decode kernels for MXFP8 (W8A16)."""
 
     features = dataclasses.replace(families.triton_mxfp8(Environment()), name="reference W8A16", graph_safe=False)
     takes_logits = True
@@ -303,7 +303,7 @@ def activate(
     beta: torch.Tensor | float = 0.0,
     limit: Any = math.inf,
 ) -> torch.Tensor:
-    """Convert FC1's product to FC2's input, float32, as CUTLASS does; ``fc1`` is up's half if there is a ``gate``."""
+    """Convert FC1's product to FC2's input, float32, as CUTLASS does. ``fc1`` is the up half if ``gate`` is given."""
     if gate is None:
         if activation == "Relu2":
             return torch.relu(fc1) ** 2

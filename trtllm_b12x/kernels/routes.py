@@ -1,9 +1,9 @@
-"""Convert a host's routes to what kernels take, in one launch: local int32 ids and float32 router weights of this rank's experts.
+"""Convert an engine's routes to local int32 ids and float32 router weights of this rank's experts, in one launch.
 
-The launch also derives the divisors of activations from the host's input scales, in graphs too, so that they are never older.
+The launch also derives activation divisors from the engine's input scales, in graphs too, so that they are always current.
 
-A router whose logits are NaN may return any id, and an all-to-all pads with an id beyond the last expert. CUTLASS skips what is
-not this rank's; kernels that index by it write out of bounds (FlashInfer issue 5446).
+A router whose logits are NaN may return any id, and an all-to-all pads with an id beyond the last expert. CUTLASS skips ids
+outside this rank; kernels that index by such an id write out of bounds (FlashInfer issue 5446).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ID_TYPES, ROUTER_WEIGHT_TYPES = (torch.int32, torch.int64), (torch.float32, torc
 
 
 def of_known_types(ids: torch.Tensor, router_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert to contiguous tensors of types that kernels are compiled for. Raise ValueError for what is not ids or weights.
+    """Convert to contiguous tensors of types that kernels are compiled for. Raise ValueError for float ids or integer weights.
 
-    Ids of another integer type become int64, which holds them all: 32 bits would turn 2**32 + 3 into 3.
+    Ids of another integer type become int64, which represents every id: 32 bits would turn 2**32 + 3 into 3.
     """
     if ids.is_floating_point() or ids.dtype is torch.bool:  # NaN would become an id
         raise ValueError(f"ids is {ids.dtype}, expected integers")
@@ -43,13 +43,13 @@ class ExpertRange:
     """The experts of this rank."""
 
     first: int
-    """Global id of the first."""
+    """Global id of the first expert."""
     count: int
     unrouted: int = -1
     """Id that replaces a route to another rank's expert: -1 if the kernel skips it, else a local expert, with weight 0."""
 
     def local(self, ids: torch.Tensor) -> torch.Tensor:
-        """Convert ``ids``, int32 or int64 of any shape, to local int32 ids; in torch."""
+        """Convert ``ids``, int32 or int64 of any shape, to local int32 ids with torch operators."""
         held = (ids >= self.first) & (ids < self.first + self.count)
         return torch.where(held, ids - self.first, self.unrouted).to(torch.int32)
 
@@ -64,7 +64,7 @@ def prepare(
     """Write local ids and router weights (0 for routes to other ranks) in one launch.
 
     ``ids`` are contiguous integers of any type and shape, ``router_weights`` as many contiguous floats of any type, ``into`` as
-    many int32 and float32 on the same GPU. The divisors of ``input_scales`` are derived too.
+    many int32 and float32 on the same GPU. The launch also derives the divisors of ``input_scales``.
     """
     from .routes_triton import prepare as kernel
 
@@ -80,7 +80,7 @@ def prepare(
 
 
 def variants() -> Iterator[Variant]:
-    """Yield what calls launch, for the types that hosts use."""
+    """Yield the kernels that calls launch, for the dtypes that engines use."""
     from .triton.variant import Variant
 
     f = torch.float32

@@ -1,4 +1,4 @@
-"""The Triton kernels of ``trtllm_b12x.kernels.routes``, which imports this where there is a GPU."""
+"""The Triton kernels of ``trtllm_b12x.kernels.routes``, which imports this module on machines with a GPU."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -20,7 +20,7 @@ def prepare(
     fc31, fc2, fc1_divisor, fc2_divisor, fc31_step, fc2_step, divided, block: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
-    # Divisions as torch rounds them, so that the bits are those of InputScales.derive.
+    # div_rn rounds divisions as torch does, so that the bits equal those of InputScales.derive.
     inside = at < divided
     one = tl.full(at.shape, 1.0, tl.float32)
     fc1 = tl.div_rn(one, tl.load(fc31 + at * fc31_step, mask=inside, other=1.0))

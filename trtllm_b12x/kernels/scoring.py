@@ -1,4 +1,4 @@
-"""Router logits to ids and router weights in torch: what kernels that take logits compute, in float32."""
+"""Convert router logits to ids and router weights in torch, in float32, as kernels that take logits do."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def routes_of(
 
     Args:
         logits: ``(tokens, E)``, float32 or bfloat16.
-        bias: ``(E,)`` float32, added to scores for the choice alone; of ``scoring.bias``.
+        bias: ``(E,)`` float32 if ``scoring.bias``, added to scores only to choose experts.
     """
     logits = logits.float()
     scores = logits
     if scoring.kind != "softmax":
         scores = torch.sigmoid(logits) if scoring.kind == "sigmoid" else 0.5 * torch.tanh(0.5 * logits) + 0.5
     choice = scores if bias is None else scores + bias
-    # torch.topk takes any of equal values.
+    # torch.topk may choose any of several equal values.
     if scoring.higher_first:
         ids = choice.shape[1] - 1 - choice.flip(1).argsort(dim=1, descending=True, stable=True)[:, :top_k]
     else:

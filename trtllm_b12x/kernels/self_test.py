@@ -1,6 +1,6 @@
 """Compare kernels on this card with the torch kernels: a few calls at load, before the first request.
 
-The layer's own weights are used: random ones would need as much memory again. Activations and routes are drawn.
+The layer's own weights are used: random weights would need as much memory again. Activations and routes are random.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from .call import of_logits
 from .reference import CUTLASS, ReferenceKernel
 
 BOUND = 0.02
-"""Relative L2 over all calls of b12x. Right kernels stay below 0.005 (docs/sm12x-on-hopper.md), but a code or a block scale that
-rounds the other way, because a card adds in another order, moves a single token by 0.024 (seen)."""
+"""Relative L2 over all calls of b12x. Correct kernels stay below 0.005 (docs/sm12x-on-hopper.md). A code or a block scale that
+rounds the other way, because a card adds in another order, has moved a single token by 0.024."""
 TOKEN_BOUND = 0.1
 """Relative L2 of the worst token. Every expert of a token has equal weight, so one of 22 that is off by a half moves the token by
-0.107; a lost tile or a stale buffer by more."""
+0.107. A lost tile or a stale buffer moves it by more."""
 CALLS = 16
-"""Minimum number of calls; more if it takes more to reach every expert."""
+"""Minimum number of calls. Reaching every expert may take more."""
 _SLACK = 0.01
 """Added to the bound of atomic sums, for codes that round the other way."""
 _OF_THE_RANGE = 0.97
-"""The largest activation, as a part of the calibrated range."""
+"""The largest activation, as a fraction of the calibrated range."""
 _TIE = 5e-4
 """Relative distance from a rounding tie that counts as one. A bf16 step is 8 times as far."""
 QUICK_BOUNDS = (0.01, 0.05)
-"""Relative L2 of a call and of its worst token, where the reference has the kernel's rounding points. Right kernels stay below
-0.004: bf16 rounding of the activation's result and of the output."""
+"""Relative L2 of a call and of its worst token, where the reference has the kernel's rounding points. Correct kernels stay below
+0.004, which comes from bf16 rounding of the activation's result and of the output."""
 HOST_TOKENS = (8, 64)
 HOST_BOUNDS = (0.18, 0.25)
 """Relative L2 of all calls of an engine's path, and of its worst token.
 
-A right engine may round to 16 bits elsewhere than the reference. That moves FC2's input across ties of its quantizer. Two
+A correct engine may round to 16 bits elsewhere than the reference. This moves FC2's input across ties of its quantizer. Two
 roundings of one vector differ by at most the sum of their errors. In NVFP4 an error is 0.09 of a token on average, and was at
-most 0.122 in 2,400 tokens. The bounds are twice that, as FC2 keeps a relative error. Over 1,000 draws of weights each with
-SwiGLU and ReLU2, the embedded host gave at most 0.042 and 0.102. An engine that rounds neither products nor the activation's
-result to 16 bits, or elsewhere, gave 0.085 and 0.186. An expert that is 1.5 times as large gave its token at least 0.45, a
-forgotten route at least 0.43 over all calls.
+most 0.122 in 2,400 tokens. The bounds are twice these errors, since FC2 keeps a relative error. Over 1,000 draws of weights each
+with SwiGLU and ReLU2, the embedded TensorRT-LLM gave at most 0.042 and 0.102. An engine that does not round products and the
+activation's result to 16 bits, or rounds elsewhere, gave 0.085 and 0.186. An expert that is 1.5 times as large gave its token at
+least 0.45. A forgotten route gave at least 0.43 over all calls.
 """
 QUICK_EXPERTS = 16
-"""Number of experts that a quick test calls; the others are the same code at other addresses."""
+"""Number of experts that a quick test calls; other experts run the same code at other addresses."""
 _QUANTIZED_TOKENS = 8
 """Maximum number of tokens of the call with quantized input."""
 
@@ -59,7 +59,7 @@ class SelfTestCase:
     variant: int = 0
     """Kernels of one variant are the same code."""
     atomic: bool = False
-    """Adds with bf16 atomics. Other kernels must repeat to the bit."""
+    """True if the kernel adds with bf16 atomics. Other kernels must be bitwise repeatable."""
     origin: str = ""
     """Package and version, for the message."""
 
@@ -99,12 +99,12 @@ Run = Callable[[MoECall], torch.Tensor]
 def _compared(
     case: SelfTestCase, run: Run, calls: Sequence[MoECall], expected: torch.Tensor, bounds: tuple[float, float]
 ) -> SelfTestResult:
-    """Run the calls, and the first of them again, and compare with ``expected``, whose rows that are not finite do not count."""
+    """Run the calls, then the first one again. Compare the outputs with the finite rows of ``expected``."""
     outputs = [run(call) for call in (*calls, calls[0])]
     usable = expected.isfinite().all(1)
     wrong = (torch.cat(outputs[:-1]).float() - expected)[usable].double().square().sum(1)
     size = expected[usable].double().square().sum(1)
-    # NaN would compare as no error; where nothing is expected, nothing may come.
+    # NaN would compare as no error. Tokens with an expected output of zero must give zero.
     ratio = torch.where(wrong == 0, 0.0, wrong / size).nan_to_num(nan=torch.inf, posinf=torch.inf)
     error = torch.where(wrong.sum() == 0, 0.0, wrong.sum() / size.sum()).nan_to_num(nan=torch.inf, posinf=torch.inf)
     whole, worst = error.sqrt(), ratio.max().sqrt()
@@ -120,8 +120,8 @@ def run_self_test(
 ) -> list[SelfTestResult] | None:
     """Compare each case with the reference. Return None if nearly all outputs are zero or not finite.
 
-    Every case reaches every expert, alone with others and with all tokens on the same ``top_k``, so that each tile of rows and,
-    with the most tokens, each wave of tasks is run; and some ids that are not this rank's.
+    Every case reaches every expert, also with all tokens on the same ``top_k`` experts. So each tile of rows and, with the most
+    tokens, each wave of tasks runs. Some ids belong to other ranks.
     """
     sizes = sorted({case.tokens for case in cases})
     drawn = _draw(ReferenceKernel(), geometry, weights, first_expert, sizes)
@@ -145,7 +145,7 @@ def run_quick_self_test(
 ) -> list[SelfTestResult] | None:
     """Compare a kernel with its reference, and once with quantized input. Return None as ``run_self_test`` does.
 
-    ``tested`` maps token counts to the forms of ``kernel`` that are called with so many.
+    ``tested`` maps each token count to the variants of ``kernel`` that the test calls with it.
     """
     name, weights, sizes = kernel.features.name, kernel.weights, sorted(tested)
     drawn = _draw(reference, kernel.geometry, weights, first_expert, sizes, quick=True)
@@ -156,7 +156,7 @@ def run_quick_self_test(
         _compared(SelfTestCase(name, size), form.run, *drawn[size], QUICK_BOUNDS) for size in usable for form in tested[size]
     ]
     if kernel.features.quantized_input and weights.input_scales.fc31_input_scale.numel() == 1:
-        # A host has one input scale for all experts where it quantizes for them.
+        # An engine that quantizes the input has one input scale for all experts.
         (call,), _ = drawn[sizes[-1]]
         call = call.of_tokens(max(0, len(call.x) - _QUANTIZED_TOKENS), len(call.x))
         x = call.x
@@ -177,9 +177,9 @@ def run_quick_self_test(
 def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run: Run) -> list[SelfTestResult] | None:
     """Compare an engine's path with CUTLASS's arithmetic in torch, in calls of ``HOST_TOKENS`` that reach every local expert.
 
-    A token has one expert that counts, and others with a router weight of zero. In the last call of each size all count alike,
-    so that the sum over routes is judged too. ``weights`` are as our kernels read them, with the scales of the checkpoint: an
-    engine that has one ``weight_scale_2`` for gate and up is as wrong as they differ. Return None if they are all zero or not
+    One expert of a token has a router weight of one, the others zero. In the last call of each size all have one, so that the
+    sum over routes is compared too. ``weights`` are in our kernels' layout, with the checkpoint's scales. The error of an engine
+    with one ``weight_scale_2`` for gate and up is as large as their difference. Return None if the weights are all zero or not
     finite.
     """
     experts, top_k, device = geometry.num_experts, geometry.top_k, weights.device
@@ -201,7 +201,7 @@ def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run
         ids = torch.cat((local + first_expert, elsewhere.expand(rows, -1)), 1).int()
         parts = zip(x[local[:, 0]].split(tokens), ids.split(tokens), router_weights.split(tokens), strict=True)
         sums = torch.cat((each[local[:-tokens, 0]], each[local[-tokens:]].sum(1)))
-        sums[~finite[local].all(1)] = torch.nan  # zero times what is not finite
+        sums[~finite[local].all(1)] = torch.nan  # zero times NaN or infinity is NaN
         case = SelfTestCase("host", tokens, atomic=True)
         results.append(_compared(case, run, [MoECall(*part) for part in parts], sums, HOST_BOUNDS))
     return results
@@ -220,9 +220,9 @@ def _cutlass(geometry: Geometry, weights: Weights) -> ReferenceKernel:
 
 
 def _routes_of_groups(experts: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the experts in random order, each one's group, and ``(experts, width)``: each one, then others of its group.
+    """Return the experts in random order, the group of each, and ``(experts, width)``: each expert, then others of its group.
 
-    All tokens of a group have the same activations, so that one run of each expert tells every sum over a group.
+    All tokens of a group have the same activations, so that one run of each expert gives every sum over a group.
     """
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
     place = torch.arange(experts)
@@ -234,7 +234,7 @@ def _routes_of_groups(experts: int, width: int) -> tuple[torch.Tensor, torch.Ten
 
 
 Drawn = dict[int, tuple[list[MoECall], torch.Tensor]]
-"""Token count to calls, and the reference's output of all of them, float32."""
+"""Calls and the reference's float32 output of all calls, by token count."""
 
 
 def _draw(
@@ -245,12 +245,12 @@ def _draw(
     sizes: Sequence[int],
     quick: bool = False,
 ) -> Drawn | None:
-    """Draw the calls of each size. The reference runs them all at once: it dequantizes an expert once.
+    """Draw the calls of each size. The reference runs all calls at once, so that it dequantizes an expert once.
 
     Return None if nearly all outputs are zero or not finite.
     """
     device, generator = weights.device, torch.Generator().manual_seed(0)
-    with torch.device("cpu"):  # whatever the host's default is while it loads
+    with torch.device("cpu"):  # the engine may have another default device during weight loading
         routes = [_routes(geometry, tokens, generator, quick) for tokens in sizes]
     local = torch.cat(routes).to(device)
     capacity = max(len(local), geometry.num_experts)
@@ -274,7 +274,7 @@ def _draw(
 
 
 def _logits(geometry: Geometry, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draw logits ``(tokens, E)`` in bfloat16 that prefer the given ids, and a bias if there is one. Ids may be nobody's."""
+    """Draw bfloat16 logits ``(tokens, E)`` that prefer ``ids``, and a bias if ``scoring.bias``. Ids may be invalid."""
     experts, generator = geometry.num_experts * geometry.ranks, torch.Generator(ids.device).manual_seed(0)
     logits = 0.5 * torch.randn(len(ids), experts, device=ids.device, generator=generator)
     known = (ids >= 0) & (ids < experts)
@@ -316,10 +316,10 @@ def _next_bf16(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _routes(geometry: Geometry, tokens: int, generator: torch.Generator, quick: bool = False) -> torch.Tensor:
-    """Local ids ``(calls * tokens, top_k)`` int32, -1 for a route that is not this rank's.
+    """Return local ids ``(calls * tokens, top_k)`` int32, -1 for a route to another rank.
 
-    First calls that go through all experts in turn, then two with all tokens on the same experts, the rest at random. A quick
-    test has one call, at random among a few experts, the same at each number of tokens.
+    The first calls go through all experts in turn, two have all tokens on the same experts, and the rest are random. A quick
+    test has one random call among a few experts, which are the same for each number of tokens.
     """
     experts, top_k = geometry.num_experts, geometry.top_k
     if quick:
@@ -334,11 +334,11 @@ def _routes(geometry: Geometry, tokens: int, generator: torch.Generator, quick: 
     others = (calls - turns) * tokens - sum(map(len, skewed))
     ids = torch.cat([spread, *skewed, order[torch.rand(others, len(order), generator=generator).argsort(1)[:, :top_k]]])
     if geometry.expert_parallel:
-        # Experts of other ranks between those of this one, and a token that has none here.
+        # Routes to other ranks lie between this rank's routes, and the last token has no local route.
         remote = torch.rand(ids.shape, generator=generator) < 0.5
         remote[: len(spread)] = False
         remote[-1] = True
-        remote[0, 0] = False  # a single token has one expert here
+        remote[0, 0] = False  # a single token has one local expert
         ids[remote] = -1
     elif tokens > 1:
         ids[-1, -1] = -1
@@ -346,7 +346,7 @@ def _routes(geometry: Geometry, tokens: int, generator: torch.Generator, quick: 
 
 
 def _router_weights(reference: ReferenceKernel, x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return float32 router weights with which every expert of a token counts the same, however small its weights."""
+    """Return float32 router weights with which all experts of a token contribute equally, however small the experts' weights."""
     called = local[local >= 0].unique()
     ids = torch.full((len(called), local.shape[1]), -1, dtype=torch.int32, device=x.device)
     ids[:, 0] = called + reference.experts.first
@@ -360,7 +360,7 @@ def _router_weights(reference: ReferenceKernel, x: torch.Tensor, local: torch.Te
 
 
 def _global(local: torch.Tensor, experts: int, first: int) -> torch.Tensor:
-    """Convert to a host's ids. -1 becomes an id beyond this rank's, the largest integer, or one below this rank's."""
+    """Convert to global ids. -1 becomes, in turn, an id above this rank's experts, the largest integer, or an id below them."""
     ids = local + first
     turn = torch.arange(local.numel(), dtype=torch.int32, device=local.device).view(local.shape) % 3
     others = torch.where(turn == 0, first + experts, torch.where(turn == 1, 2**31 - 1, first - 1))

@@ -1,4 +1,4 @@
-"""Compile the kernels of whole layers ahead of time, for cards that need not be here, into the caches that servers read."""
+"""Compile the kernels of whole layers ahead of time into the caches that servers read, also for cards not in this machine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .triton.variant import Variant
 
 @dataclass(frozen=True)
 class CompileTask:
-    """A layer on one family."""
+    """A layer to compile for one kernel family."""
 
     kind: type[Kernel]
     geometry: Geometry
     capacity: int
-    """Tokens that a server plans for."""
+    """Maximum number of tokens that a server plans for."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class CompileResult:
 
 
 Report = Callable[[CompileResult | None, int], None]
-"""Receives the result of a kernel, and the number of kernels known so far."""
+"""Callback that receives the result of a kernel and the number of kernels known so far."""
 
 
 def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, workers: int | None = None) -> None:
-    """Compile everything that ``tasks`` take on ``cards``, which are of one capability.
+    """Compile every kernel that ``tasks`` need on ``cards``, which have one capability.
 
-    Raise PlanError, which says which, if compilers cannot be run or have died.
+    Raise PlanError, naming the cache, if a compiler cannot be run or has died.
     """
     capability = cards[0].capability
     workers = min(workers or len(os.sched_getaffinity(0)), compile_pool.MOST_PROCESSES)
@@ -91,7 +91,7 @@ def run(tasks: Sequence[CompileTask], cards: Sequence[Card], report: Report, wor
 
 
 def _fill_cuda(task: CompileTask, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
-    """Compile what NVRTC compiles of one geometry; return the number of variants."""
+    """Compile the NVRTC kernels of one geometry. Return the number of variants."""
     family, target = task.kind.features.name, f"sm_{cards[0].capability}a"
     variants = dict.fromkeys([PROBE] if issubclass(task.kind, CudaKernel) else ())
     for card in cards:
@@ -116,7 +116,7 @@ def _fill_cuda(task: CompileTask, cards: Sequence[Card], report: Report, before:
 
 
 def _fill_flashinfer(task: CompileTask, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
-    """Compile FlashInfer's kernels for one geometry; return how many there are."""
+    """Compile FlashInfer's kernels for one geometry. Return the number of kernels."""
     from .b12x import precompile
 
     counts = sorted({card.multiprocessors for card in cards})

@@ -26,7 +26,7 @@ class _Group(click.Group):
             click.echo("interrupted", err=True)
             ctx.exit(130)
         except OSError as error:
-            if ctx.invoked_subcommand != "cache" or error.filename is None:  # of standard output
+            if ctx.invoked_subcommand != "cache" or error.filename is None:  # None: standard output failed
                 raise
             problem = f"{disk.directory()}: {error.strerror}; remove it as its owner, or set XDG_CACHE_HOME"
             raise UnusableError(problem) from error

@@ -40,12 +40,12 @@ from .options import CHECKPOINT, TARGETS, as_json, opened, probe_machine, resolv
 from .progress import UnusableError
 
 _OTHERS = {"vLLM": (vllm, vllm_lines), "SGLang": (sglang, sglang_lines)}
-"""Engines beside TensorRT-LLM: facts, and the function that yields lines."""
+"""Engines besides TensorRT-LLM: module of facts, and function that yields the report's lines."""
 
 
 @dataclass
 class _Layer:
-    """A layer, or a usual kind of layer, with the decision on it."""
+    """A layer, or a usual kind of layer, with its resolution."""
 
     shape: LayerShape
     verdict: Resolution
@@ -60,12 +60,12 @@ class _Layer:
 
     @property
     def rows(self) -> list[Family]:
-        """Rows of the families that would serve it."""
+        """Rows of the families that would serve the layer."""
         return list(families.rows(self.verdict.families, self.shape.quant_algo))
 
     @property
     def decoding(self) -> list[str]:
-        """Families that serve it without a measurement."""
+        """Families that serve the layer without a measurement."""
         return [row.name for row in self.rows if not row.features(Environment()).measured_from]
 
     @property
@@ -144,7 +144,7 @@ def _doctor(
             "proofs": {name: dataclasses.asdict(proof) for name, proof in proofs.items()},
             "verdicts": [layer.json() for layer in layers],
         }
-        click.echo(json.dumps(report, indent=2, default=lambda member: member.name))  # of an Enum
+        click.echo(json.dumps(report, indent=2, default=lambda member: member.name))  # an Enum member by its name
     else:
         for family, proof in proofs.items():
             result = f"compiled in {proof.seconds} s" if proof.compiled else proof.error
@@ -172,7 +172,7 @@ def _load_host() -> None:
 
 
 def _print(text: str, first: str = "", indent: str = "") -> None:
-    """Print at most 80 columns without color, to be pasted into issues."""
+    """Print text wrapped at 80 columns without color, to be pasted into issues."""
     click.echo(textwrap.fill(text, 80, initial_indent=first, subsequent_indent=indent))
 
 
@@ -192,7 +192,7 @@ def _print_screen(
 ) -> None:
     _print_rows(rows)
     click.echo()
-    # Without a host, or for a card that is not here, this is what would happen.
+    # Without an engine, or with --target, the screen says what would happen.
     hypothetical = (e.host == "none" and engine not in _OTHERS) or target is not None
     several = any(len(layer.verdict.verdicts) > 1 for layer in layers)
     for layer in layers:
@@ -221,7 +221,7 @@ def _print_screen(
 
 
 def _eligibility(family: str, layers: list[_Layer]) -> str:
-    """List the layers that a family is eligible for, or the reasons against it."""
+    """List the layers that a family is eligible for, or the reasons why it is refused."""
     verdicts = [(layer.name, verdict) for layer in layers for name, verdict in layer.verdict.verdicts if name == family]
     eligible = [name for name, verdict in verdicts if verdict.served]
     reasons = dict.fromkeys(reason.name for _, verdict in verdicts for reason in verdict.reasons)
@@ -246,7 +246,7 @@ def _print_rejections(layers: list[_Layer], several: bool) -> None:
 
 
 def _hook_problem(e: Environment) -> str:
-    """Return why worker processes are not reached, or an empty string."""
+    """Return why worker processes run without our kernels, or an empty string."""
     if e.host == "none" or hook.watching():
         return ""
     return (
@@ -260,7 +260,7 @@ def _hook_problem(e: Environment) -> str:
 
 _NO_HOST = "not installed (the embedded host stands in)"
 _VARIABLES = re.compile("TRTLLM_B12X|SGLANG_PLUGINS|VLLM_(PLUGINS|USE_|.*(LOGGING|MOE|FP4|FP8|FLASHINFER|MARLIN|COMPILE))")
-"""Names of variables that belong into a bug report. Keys and tokens of vLLM do not."""
+"""Names of environment variables that belong in a bug report. vLLM's keys and tokens are left out."""
 _HOSTS = {"none": _NO_HOST, "unsupported": "an unknown version", "installed": "not looked at"}
 
 
@@ -299,7 +299,7 @@ def _facts(
 
 
 def _commit() -> str:
-    """Return the commit that pip installed the package from, if it was one (PEP 610)."""
+    """Return the commit that pip installed the package from (PEP 610), or an empty string."""
     for distribution in packages.installed(["trtllm-b12x"]).values():
         with contextlib.suppress(ValueError, LookupError, TypeError):
             return f", commit {json.loads(distribution.read_text('direct_url.json') or '')['vcs_info']['commit_id']}"
@@ -328,7 +328,7 @@ def _triton(e: Environment) -> str:
 
 
 def _paths() -> list[str]:
-    """Return what says which kernel serves how many tokens: a setting, or the tables that cards have left here."""
+    """List the setting, or the tables measured on cards and stored here, that choose the kernel by token count."""
     word = os.environ.get(settings.CROSSOVER.name) or "auto"
     if word.lower() != "auto":
         return [f"{settings.CROSSOVER.name}={word}"]

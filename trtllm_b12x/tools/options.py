@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 TARGETS = {"sm_120a": 120, "sm_121a": 121}
-CHECKPOINT = FILE = click.Path(path_type=Path, readable=False)  # what is wrong with it is said where it is opened
+CHECKPOINT = FILE = click.Path(path_type=Path, readable=False)  # the code that opens it reports errors
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else goes to standard error.")
 out_file = click.option("--out", type=FILE, help="Write that JSON object to this file.")
 _SIZES = ("experts", "top_k", "hidden", "intermediate")
@@ -68,9 +68,9 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, ep: int, **sizes: Any) -> dict[str, LayerShape]:
-    """Map a name to each distinct layer: the first with that shape in a checkpoint, or the one of the given sizes.
+    """Return distinct layers by name: each shape's first layer in a checkpoint, or one layer of the given sizes.
 
-    Raise UsageError unless a checkpoint or all sizes are given, UnusableError if they or the ranks cannot be used.
+    Raise UsageError unless a checkpoint or all sizes are given. Raise UnusableError if an argument cannot be used.
     """
     missing = [name for name in _SIZES if sizes[name] is None]
     if (checkpoint is None) == bool(missing) or (checkpoint is not None and len(missing) < len(_SIZES)):
@@ -100,7 +100,7 @@ def layer_shapes(checkpoint: Path | None, activation: str, form: str, tp: int, e
 
 
 def opened(checkpoint: Path) -> Checkpoint:
-    """Raise UnusableError if the folder cannot be used, or torch is missing."""
+    """Open a checkpoint. Raise UnusableError if the folder cannot be used, or torch is missing."""
     try:
         from .checkpoint import Checkpoint
     except ImportError as error:
@@ -116,7 +116,7 @@ def shapes_in(checkpoint: Checkpoint) -> dict[str, LayerShape]:
 
 
 def _activation(word: str) -> str:
-    """Return the host's name of an activation that some kernel has. TensorRT-LLM may be missing where images are built."""
+    """Return TensorRT-LLM's name of an activation that a kernel has, without TensorRT-LLM: image builds may lack it."""
     names = sorted({name for family in families.FAMILIES for name in family.features(Environment()).activations})
     name = next((name for name in names if name.lower() == word.lower()), None)
     if name is None:

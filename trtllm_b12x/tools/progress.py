@@ -1,4 +1,4 @@
-"""Shared by the commands: errors of one line, plain text, files, and a progress bar."""
+"""Helpers of the commands: one-line errors, plain text, files, and a progress bar."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class UnusableError(click.ClickException):
 
 
 def plain(text: object) -> str:
-    """Escape what a terminal would interpret or cannot encode. Names come from the checkpoint."""
+    """Escape characters that a terminal would interpret or cannot encode. Names come from the checkpoint."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(text))
 
 
 def expect_writable(file: Path | None) -> None:
-    """Raise UnusableError if a file is given that cannot be made here."""
+    """Raise UnusableError if ``file`` is given and cannot be written."""
     if file is None:
         return
     folder = file.absolute().parent
@@ -64,13 +64,13 @@ def write(file: Path, text: str) -> None:
 def print_line(text: str, err: bool = False) -> None:
     """Print a line of plain text. While a progress bar is shown, rich replaces the streams and puts the line above the bar."""
     stream = sys.stderr if err else sys.stdout
-    if stream is not None:  # closed before the start
+    if stream is not None:  # None: closed before the start
         print(plain(text), file=stream, flush=True)
 
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on standard error, if that is a terminal. Yield a function that sets the done and the total number.
+    """Show a progress bar if standard error is a terminal. Yield a function that sets the done and the total number.
 
     Inside, Ctrl-C raises KeyboardInterrupt.
     """
@@ -78,7 +78,7 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console, ConsoleOptions
 
     class _Console(Console):
-        """Two columns narrower than the terminal, which writes ^C behind the bar. On a row of its own the bar stays there."""
+        """Console that leaves two columns for the terminal's ^C. If ^C took its own row, the bar would stay on screen."""
 
         @property
         def options(self) -> ConsoleOptions:
@@ -108,15 +108,15 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
             bar.start()
             yield set_progress
         finally:
-            if shown:  # elsewhere rich prints an empty line; also after an interrupted start, which hides the cursor
+            if shown:  # else rich prints an empty line. Even an interrupted start must stop, to show the cursor
                 bar.stop()
 
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], None]]:
-    """Raise KeyboardInterrupt at Ctrl-C, even if other code drops it or turns it into an error: torch's C code into a ValueError.
+    """Raise KeyboardInterrupt at Ctrl-C, even if other code drops or converts it. torch's C code makes it a ValueError.
 
-    Yield a function that raises it if Ctrl-C was pressed.
+    Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed.
     """
     handler, pressed = signal.getsignal(signal.SIGINT), False
 
@@ -129,7 +129,7 @@ def _interruptible() -> Iterator[Callable[[], None]]:
         if pressed:
             raise KeyboardInterrupt
 
-    if not callable(handler):  # jobs of a shell may ignore it
+    if not callable(handler):  # a shell's background jobs may ignore SIGINT
         yield raise_if_pressed
         return
     signal.signal(signal.SIGINT, on_signal)

@@ -86,7 +86,7 @@ def _tune(
             set_progress(number, len(shapes))
             try:
                 table, lines = _measure(name, shape, ranks, copy)
-            except Exception as error:  # from the host, torch or the driver: the other geometries may still work
+            except Exception as error:  # from TensorRT-LLM, torch or the driver: the other geometries may work
                 set_progress(number, len(shapes))  # raises if Ctrl-C caused the error
                 reason = error if isinstance(error, build_layer.NothingToMeasureError) else first_line(error)
                 print_line(f"error: {name}: {reason}", err=True)
@@ -113,7 +113,7 @@ def _tune(
 
 
 def _measure(name: str, shape: LayerShape, ranks: options.Ranks, copy: float) -> tuple[dict[str, Any], list[str]]:
-    """Measure one geometry and store its table. Return it for the JSON file, and lines to print. ``copy``: bytes per second."""
+    """Measure one geometry and store its table. Return the table for JSON, and lines to print. ``copy``: bytes per second."""
     import torch
 
     from trtllm_b12x.dispatch import crossover, store, timing
@@ -159,7 +159,7 @@ def _measure(name: str, shape: LayerShape, ranks: options.Ranks, copy: float) ->
 
 
 def _lines(paths: list[str], policy: MeasuredPolicy, rows: dict[int, float], limit_us: dict[int, float]) -> list[str]:
-    """Return the table as it is printed. Paths of long names have a letter each, and a line above."""
+    """Return the lines of the table. A letter stands for a path with a long name, and a line above explains the letter."""
     host = policy.base or HOST
     short = {path: path if len(path) <= 8 else f"({chr(97 + number)})" for number, path in enumerate(paths)} | {HOST: host}
     lines = [f"{letter} {path}" for path, letter in short.items() if letter not in (path, host)]
@@ -172,7 +172,7 @@ def _lines(paths: list[str], policy: MeasuredPolicy, rows: dict[int, float], lim
 
 
 def _plot(tables: list[dict[str, Any]], gpu: str, file: Path) -> None:
-    """Draw each geometry's paths, time by tokens on logarithmic axes, above the time of a copy of the weights that are read."""
+    """Plot the time of each path over tokens, on log axes per geometry, with the time to copy the weights that are read."""
     import matplotlib
 
     matplotlib.use("Agg")

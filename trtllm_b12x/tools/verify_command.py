@@ -1,4 +1,4 @@
-"""``trtllm-b12x verify``: check that our kernels compute a checkpoint's MoE layers right, to the bit and to the number."""
+"""``trtllm-b12x verify``: check every weight bit, and the outputs, of our kernels on a checkpoint's MoE layers."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def verify(ctx: click.Context, kernels: str, **options: Any) -> None:
     every layer), 130 interrupted.
     """
     if not os.environ.get(settings.LOG.name):
-        logging.disable(logging.INFO)  # the log of a server with one layer at a time
+        logging.disable(logging.INFO)  # a server logs these lines once, verify would for each layer
     try:
         with settings.KERNELS.set(kernels), settings.CROSSOVER.set(str(default_crossover())):
             status = _verify(**options)
@@ -134,12 +134,12 @@ def _verify(checkpoint: Path, as_json: bool, out: Path | None, original: Path | 
     from .checkpoint import Checkpoint
     from .verify import Case, Tolerances
 
-    use_embedded()  # also if TensorRT-LLM is installed: our code is the same there
+    use_embedded()  # even if TensorRT-LLM is installed: our code runs unchanged in both
     expect_writable(out)
     source = Checkpoint(checkpoint)
     plain_model = Checkpoint(original) if original else None
     if plain_model is not None:
-        _ = plain_model.layers  # raises if it cannot be used
+        _ = plain_model.layers  # raises if the original cannot be used
     chosen, counts = _chosen(source, options.pop("layers"), options.pop("sample")), options.pop("tokens") or _DEFAULT_TOKENS
     features = [f for f in (family.features(Environment()) for family in FAMILIES) if f.most_tokens is None]
     limit = min(default_crossover(layer.top_k, [feature]) for layer in chosen for feature in features)
@@ -163,11 +163,11 @@ def _verify(checkpoint: Path, as_json: bool, out: Path | None, original: Path | 
     errors: dict[str, str] = {}
 
     def line(text: str) -> None:
-        """Print a line of the table. It goes to standard error if the JSON report goes to standard output."""
+        """Print a line of the table, on standard error if the JSON report goes to standard output."""
         print_line(text, err=as_json)
 
     def write_report(status: str) -> None:
-        """Write the report, if there is a file for it. Pipes and devices get it once, at the end."""
+        """Write the report if ``out`` names a file. Pipes and devices get the report once, at the end."""
         if out is not None and (status != "running" or is_replaceable(out)):
             write(out, _report(head, reports, errors, status))
 
@@ -180,7 +180,7 @@ def _verify(checkpoint: Path, as_json: bool, out: Path | None, original: Path | 
                 try:
                     for report in _reports(source, layer, cases, options):
                         title = [] if reports else _heading(name_width)
-                        reports.append(report)  # before its line: an interrupt loses nothing that was shown
+                        reports.append(report)  # before printing, so that an interrupt loses no report that was shown
                         for text in (*title, *_lines(report, name_width)):
                             line(text)
                     verified += 1
@@ -188,7 +188,7 @@ def _verify(checkpoint: Path, as_json: bool, out: Path | None, original: Path | 
                     set_progress(done, len(chosen))  # raises if Ctrl-C caused the error
                     no_memory = f"{device}: out of memory; choose --device cpu or smaller --tokens"
                     text = str(error) if isinstance(error, UnusableError) else no_memory
-                    if text not in errors.values():  # ranks do not divide any layer
+                    if text not in errors.values():  # print once, for example if the ranks divide no layer
                         print_line(f"error: {text}", err=True)
                     errors[layer.name] = text
                 write_report("running")
@@ -215,7 +215,7 @@ def _reports(source: Checkpoint, layer: MoELayer, cases: list[Case], options: di
     verdict = resolve_on_ranks(source, layer, options["ranks"], options["device"])
     families: list[tuple[str, ...]] = [(family,) for family in verdict.families] or [settings.KERNELS()]
     row = formats.find(layer.quant_algo)
-    if verdict.served and row is not None and not row.hosts_path:  # the families only serve every count together
+    if verdict.served and row is not None and not row.hosts_path:  # only all families together serve every count
         families = [verdict.families]
     for number, family in enumerate(families):
         with settings.KERNELS.set(",".join(family)):
@@ -265,7 +265,7 @@ def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in
         return f"NOTHING COMPARED: 0 of {len(names)} MoE layers on {on}, CUTLASS serves every one for the reasons above"
     cases = [case for report in served for case in report.cases if case.rel_l2_kernel is not None]
     distances = [(case.rel_l2_kernel, case.bound) for case in cases]
-    sizes = {report.layer.name: report.bytes for report in served[::-1] if report.bytes}  # the first family's
+    sizes = {report.layer.name: report.bytes for report in served[::-1] if report.bytes}  # the first family's entry wins
     looked_at = len(names | errors.keys())
     parts = [f"{len({report.layer.name for report in served})} of {looked_at} MoE layers on {on}"]
     if in_all != looked_at:
@@ -289,7 +289,7 @@ def _summary(reports: list[LayerReport], errors: dict[str, str], status: str, in
 # ---- table and JSON report -----------------------------------------------------------------------------------------------
 
 _UNQUANTIZED = frozenset((row.name, row.format) for row in FAMILIES if row.features(Environment()).arithmetic == "UNQUANTIZED")
-"""Family and format of kernels that do not quantize activations. They have no error against the reference that does."""
+"""Family and format of kernels that do not quantize activations. The table omits their error against a reference that does."""
 
 
 def _worst(cases: list[CaseReport], name: str) -> str:
@@ -313,7 +313,7 @@ _COLUMNS: dict[str, tuple[int, Callable[[LayerReport], str]]] = {
     "extra bytes": (11, lambda r: f"{r.bytes.extra:,}" if r.bytes else "-"),
     "": (4, lambda r: ("ok" if r.passed else "FAIL") if r.compared or not r.passed else "-"),
 }
-"""Title to width and cell."""
+"""Width of a column, and function that returns its cell, by title."""
 
 
 def _heading(name_width: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""``trtllm-b12x warmup``: compile every kernel that a server will take into its caches, without a GPU."""
+"""``trtllm-b12x warmup``: compile every kernel that a server will use into its caches, without a GPU."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _fill(
 
 
 def _tasks(shapes: dict[str, LayerShape], name: str, ranks: options.Ranks) -> tuple[list[CompileTask], list[str]]:
-    """List what to compile for a target, and a line for each family that is left out."""
+    """Return the compile tasks for a target, and a line for each family that is left out."""
     import torch
 
     from trtllm_b12x.dispatch import crossover

@@ -1,1 +1,1 @@
-"""SGLang: NVFP4 experts of its runner ``flashinfer_cutlass`` decode on our kernels, on SGLang's own tensors."""
+"""SGLang adapter: experts of ``flashinfer_cutlass`` and ``flashinfer_mxfp4`` decode on our kernels, on SGLang's own tensors."""

@@ -1,4 +1,4 @@
-"""The kernels of one layer of SGLang, on its own tensors."""
+"""Run the experts of one SGLang layer on our kernels, which read SGLang's own tensors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .. import serving
 from . import facts
 
 ACTIVATIONS = {("silu", True): "Swiglu", ("gelu", True): "Geglu", ("relu2", False): "Relu2"}
-"""``activation`` and ``is_gated`` of ``MoeRunnerConfig`` to the name of kernels."""
+"""Kernels' activation by ``activation`` and ``is_gated`` of ``MoeRunnerConfig``."""
 pretended_sm = 0
-"""Card that tests on a CPU pretend."""
+"""SM number that tests set on a CPU."""
 
 
 def sm() -> int:
-    """Return the card that the rules see, major * 10 + minor; 0 without an NVIDIA card."""
+    """Return the SM number that the rules use, major * 10 + minor; 0 without an NVIDIA card."""
     if not torch.cuda.is_available():
         return pretended_sm
     major, minor = torch.cuda.get_device_capability()
@@ -39,20 +39,20 @@ def sm() -> int:
 
 
 class Experts(ABC):
-    """What we keep of a layer. Each format has a class."""
+    """Our state of one SGLang layer. Each format has a subclass."""
 
     format: ClassVar[str]
     layout: ClassVar[WeightLayout]
     parameters: ClassVar[tuple[str, ...]]
     """Parameters of SGLang's layer that kernels read."""
     scoring: Scoring | None = None
-    """How calls that bring router logits are routed."""
+    """Routing of calls that have router logits."""
     scale_ratio = 1.0
     """Largest ratio of the scales of gate and up."""
 
     def __init__(self) -> None:
         self.dispatch: LayerDispatch | None = None
-        """Has kernels if any serve the layer."""
+        """None if our kernels do not serve the layer."""
         self.runner = facts.FORMATS[self.format]
         """SGLang's runner backend, which serves the calls that our kernels do not."""
         self._addresses: tuple[int, ...] = ()
@@ -60,18 +60,18 @@ class Experts(ABC):
 
     @abstractmethod
     def refusal(self, layer: Any) -> str:
-        """Return why the layer is left to SGLang; empty if it is not."""
+        """Return why SGLang has to serve the layer; empty if our kernels can."""
 
     @abstractmethod
     def view(self, layer: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """View SGLang's ``parameters`` and ``constants`` as kernels read them. Write what SGLang has no tensor of."""
+        """View SGLang's ``parameters`` and ``constants`` as kernels read them. Write the values that SGLang has no tensor for."""
 
     def constants(self, layer: Any) -> tuple[torch.Tensor, ...]:
-        """Return SwiGLU's alpha, beta and limit, ``(E,)`` float32 each, if they are no parameters and the layer has any."""
+        """Return SwiGLU's alpha, beta and limit, ``(E,)`` float32 each, if the layer has them outside its parameters."""
         return ()
 
     def with_logits(self, x: torch.Tensor, routes: Any, out: torch.Tensor | None) -> MoECall | None:
-        """Return the call from router logits if it brings them and ``scoring`` routes as SGLang does."""
+        """Return the call with its router logits if it has them and ``scoring`` routes as SGLang does."""
         return None
 
     def fail(self, error: Exception) -> None:
@@ -81,7 +81,7 @@ class Experts(ABC):
     # ---- load --------------------------------------------------------------------------------------------------------
 
     def load(self, layer: Any) -> None:
-        """Plan, bind and test kernels at the first load. At a later one take tensors that have moved and write our scalars."""
+        """Plan, bind and test kernels at the first load. At later loads, bind the tensors again and write our scalars."""
         try:
             if self.dispatch is None and (reason := _unsupported(layer) or self.refusal(layer)):
                 log.once(f"SGLang's {self.runner} keeps {layer.num_experts} {self.format} experts: {reason}", logging.INFO)
@@ -146,7 +146,7 @@ class Experts(ABC):
         """
         x, routes, own = dispatched.hidden_states, dispatched.topk_output, vars(layer)
         tokens = x.shape[0]
-        # Of Nemotron-3-Super SGLang rewrites w2 between phases, and DWDP pages experts. Both begin after the load.
+        # SGLang rewrites Nemotron-3-Super's w2 between phases, and DWDP pages experts. Both begin after weight loading.
         if self.dispatch is None or not tokens or "_nvfp4_layout_slot" in own or own.get("_dwdp_bound") or serving.is_tuning():
             return None
         if self._addresses != tuple(map(torch.Tensor.data_ptr, self._tensors(layer))):
@@ -191,7 +191,7 @@ def of_sglang(module: str) -> Any:
 
 
 def _unsupported(layer: Any) -> str:
-    """Return what of a layer of any format no kernel of ours serves; empty if nothing."""
+    """Return the feature of a layer, in any format, that our kernels do not support; empty if they support all."""
     config, server = layer.moe_runner_config, of_sglang("runtime_context").get_exec()
     if server.moe.enable_eplb:
         return "EPLB, which moves experts and calls no hook"

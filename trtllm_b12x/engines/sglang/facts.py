@@ -1,6 +1,6 @@
-"""Names and signatures of SGLang that the package relies on, with sources. ``check`` compares them with the SGLang installed.
+"""Names and signatures of SGLang that the package relies on, with sources. ``check`` compares them with the installed SGLang.
 
-Read in the wheels of 0.5.20 and 0.5.23. Paths are below ``sglang/srt``.
+All were read in the wheels of 0.5.20 and 0.5.23. Paths are below ``sglang/srt``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ FUNCTIONS = {
     ("none", "flashinfer_cutlass"): "fused_experts_none_to_flashinfer_cutlass",
     ("none", "flashinfer_mxfp4"): "fused_experts_none_to_flashinfer_mxfp4",
 }
-"""All-to-all backend and runner backend, the keys of ``FusedOpPool._fused_funcs``, to the functions that are replaced.
+"""Replaced functions by all-to-all backend and runner backend, the keys of ``FusedOpPool._fused_funcs``.
 ``MoeRunner`` reads the dict when a layer is built (layers/moe/moe_runner/runner.py); ``HookRegistry`` does not reach it."""
 FORMATS = {"NVFP4": "flashinfer_cutlass", "W4A16_NVFP4": "flashinfer_cutlass", "MXFP4": "flashinfer_mxfp4"}
-"""Formats that our kernels serve to the runner backend that SGLang keeps them for. It runs W4A16_NVFP4 as NVFP4."""
+"""SGLang's runner backend by format. Our kernels serve these formats. SGLang runs W4A16_NVFP4 as NVFP4."""
 METHODS = (
     ("sglang.srt.layers.quantization.modelopt_quant", "ModelOptNvFp4FusedMoEMethod"),
     ("sglang.srt.layers.quantization.mxfp4", "Mxfp4MoEMethod"),
 )
 """Quantization methods whose layers we serve, by module and class: NVFP4 and W4A16_NVFP4, and gpt-oss's MXFP4."""
 LOADED = "process_weights_after_loading"
-"""Their method that ends each load and each update of weights (model_loader/loader.py, ``postprocess_weights``)."""
+"""Method of ``METHODS`` that ends each load and each update of weights (model_loader/loader.py, ``postprocess_weights``)."""
 FAMILIES = ("cuda", "triton", "gemm", "grouped")
 """Families whose kernels read SGLang's layouts."""
 

@@ -1,4 +1,4 @@
-"""gpt-oss's MXFP4 experts as ``Mxfp4MoEMethod`` keeps them for ``flashinfer_mxfp4`` on SM120. Calls bring router logits."""
+"""gpt-oss's MXFP4 experts as ``Mxfp4MoEMethod`` stores them for ``flashinfer_mxfp4`` on SM120. Calls have router logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READ_ELSEWHERE = {"layer_id", "output_format", "runner_backend", "routing_metho
 """Fields of ``TopKConfig`` that do not change a token's experts."""
 
 MOST_ROWS = 256
-"""More than ``cuda`` serves."""
+"""Length of ``_rows``: more tokens than ``cuda`` serves."""
 
 
 class MXFP4Experts(Experts):
@@ -33,9 +33,9 @@ class MXFP4Experts(Experts):
     )
     scoring: Scoring | None = Scoring("softmax")
     _config: Any = None
-    """The last ``TopKConfig`` that was found to route as ``scoring`` does."""
+    """Last ``TopKConfig`` that routes as ``scoring`` does."""
     _rows: torch.Tensor | None = None
-    """Numbers of rows, to find those without a token. Captured graphs read it."""
+    """Row indices, to find rows without a token. Captured graphs read this tensor."""
 
     def refusal(self, layer: Any) -> str:
         if of_sglang("runtime_context").get_exec().moe.expert_distribution_recorder_mode is not None:
@@ -72,7 +72,7 @@ class MXFP4Experts(Experts):
 
 
 def _plain(config: Any) -> bool:
-    """Return whether a router takes the softmax over the chosen logits and does nothing else."""
+    """Return whether a router applies only the softmax over the chosen logits."""
     usual = type(config)(config.top_k)
     names = [field.name for field in fields(config) if field.init and field.name not in _READ_ELSEWHERE]
     return all(getattr(config, name) == getattr(usual, name) for name in names)

@@ -1,4 +1,4 @@
-"""NVFP4 and W4A16_NVFP4 experts as ``ModelOptNvFp4FusedMoEMethod`` keeps them for ``flashinfer_cutlass``."""
+"""NVFP4 and W4A16_NVFP4 experts as ``ModelOptNvFp4FusedMoEMethod`` stores them for ``flashinfer_cutlass``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .experts import Experts
 
 
 class NVFP4Experts(Experts):
-    """SGLang applies gate's alpha to both halves of FC1, so alphas are ours; it makes SwiGLU's constants anew at each load.
+    """NVFP4 experts with our own alphas and SwiGLU constants, 8 E float32.
 
-    So there are 8 E float32 of ours, written in place by each load. Captured graphs read them.
+    SGLang applies gate's alpha to both FC1 halves and recreates the constants. Loads write ours in place for captured graphs.
     """
 
     format = "NVFP4"

@@ -1,4 +1,4 @@
-"""Put functions of ours in the place of SGLang's for experts, with the hook that ends a load, all or none, and undo it."""
+"""Replace SGLang's functions for experts and the hook that ends a load, all or none, and restore them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from . import facts
 
 _keeps = functools.partial(rebinding.keeps, "SGLang")
 _rebound: list[tuple[Callable[[Any], None], Any]] = []
-"""For each name that is rebound in this process: what sets it, and SGLang's own function."""
+"""Setter and SGLang's own function of each name that is rebound in this process."""
 
 
 def register() -> None:
-    """Start in a process of SGLang, which calls this entry point of ``sglang.srt.plugins`` in each, most of which build no model.
+    """Install the plugin. SGLang calls this ``sglang.srt.plugins`` entry point in each of its processes; most build no model.
 
     Nothing is imported until SGLang imports the module that has its functions.
     """
@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give SGLang its functions back. Layers that hold ours call SGLang's own from now on."""
+    """Restore SGLang's functions. Layers that hold ours call SGLang's own from now on."""
     for assign, theirs in _rebound:
         assign(theirs)
     _rebound.clear()

@@ -1,4 +1,4 @@
-"""Lines of ``doctor`` about SGLang: if this version is recognized, and what its experts would run on here."""
+"""Lines of ``doctor`` about SGLang: whether this version is recognized, and what its experts would run on here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import facts
 
 
 def sglang_lines(e: Environment) -> Iterator[str]:
-    """Yield lines on the installed SGLang: none without one, one with the reason if it loads none of our kernels."""
+    """Yield lines on the installed SGLang: none if SGLang is absent, one with the reason if it does not load our kernels."""
     if not facts.version():
         return
     listed = os.environ.get("SGLANG_PLUGINS", "")

@@ -1,4 +1,4 @@
-"""Find our experts of a layer of SGLang, when its load ends and in each call."""
+"""Find our experts of an SGLang layer when its load ends and in each call."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .mxfp4 import MXFP4Experts
 from .nvfp4 import NVFP4Experts
 
 NAME = "trtllm_b12x"
-"""Attribute of SGLang's layer that has our experts. It is no tensor, so that SGLang's walks over tensors pass it by."""
+"""Attribute of SGLang's layer that has our experts. It is not a tensor, so SGLang's walks over tensors skip it."""
 _KINDS: dict[str, type[Experts]] = {facts.FORMATS[kind.format]: kind for kind in (NVFP4Experts, MXFP4Experts)}
 _CombineInput = of_sglang("layers.moe.token_dispatcher.standard").StandardCombineInput
 
 
 def _backend(layer: Any) -> str:
-    """Return the runner backend that a layer was built with. SGLang's global one is another while a draft model runs."""
+    """Return the runner backend that a layer was built with. SGLang's global backend differs while a draft model runs."""
     runner = getattr(layer.quant_method, "runner", None)
     return "" if runner is None else str(runner.runner_backend.value)
 
 
 def loading(layer: Any) -> None:
-    """Say before a load how our kernels would serve, as the load may raise on this card."""
+    """Log before a load how our kernels would serve, as the load may raise on this card."""
     if _backend(layer).startswith("flashinfer_trtllm") and sm() in SERVED_SM:
         log.once(
             "SGLang runs the NVFP4 experts of this checkpoint on flashinfer_trtllm, whose kernels are for SM100. "
@@ -42,8 +42,8 @@ def loading(layer: Any) -> None:
 def loaded(layer: Any) -> None:
     """Load our experts after SGLang has converted the tensors, before it sizes its KV cache, and after each update of weights.
 
-    In a thread of its own: SGLang loads in a region of torch_memory_saver, which holds what this thread allocates. A release
-    discards that memory.
+    A separate thread loads them: SGLang loads in a torch_memory_saver region, which holds what the calling thread allocates. A
+    release discards that memory.
     """
     kind = _KINDS.get(_backend(layer))
     if kind is None:
@@ -56,7 +56,7 @@ def loaded(layer: Any) -> None:
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def load() -> None:
-        # A thread begins on GPU 0. To leave a stream there would make a context on it.
+        # A thread begins on GPU 0. Leaving the stream context there would create a CUDA context on GPU 0.
         with torch.cuda.device(device if stream else -1), torch.cuda.stream(stream), torch.no_grad():
             experts.load(layer)
 

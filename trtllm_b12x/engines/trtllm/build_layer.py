@@ -1,4 +1,4 @@
-"""Build layers of a shape with random weights on this process's host, to measure without a server."""
+"""Build TensorRT-LLM layers of one shape with random weights, to measure without a server."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _SOURCES = {
     "QuantAlgo": "tensorrt_llm.models.modeling_utils",
     "QuantConfig": "tensorrt_llm.models.modeling_utils",
 }
-"""Modules of the host's classes that describe a layer."""
+"""TensorRT-LLM module by name of a class that describes a layer."""
 
 _MEMORY = 0.5
 """Maximum share of the free GPU memory that the layers take."""
 _COLD = 8
-"""Total weight size that is enough, in multiples of the L2 cache size."""
+"""Target for the total weight size of the layers, in multiples of the L2 cache size."""
 _MOST = 16
 
 
 class NothingToMeasureError(RuntimeError):
-    """Error: none of our kernels serves such a layer here. The message says why."""
+    """Error: none of our kernels serves the layer in this process. The message says why."""
 
 
 def build(shape: LayerShape, device: torch.device, tp: int = 1, ep: int = 1) -> list[Any]:
-    """Build promoted layers of the first rank with random weights: so many that none is in the L2 cache when it runs again.
+    """Build promoted layers of rank 0 with random weights, enough to evict each from the L2 cache before it runs again.
 
-    Return TensorRT-LLM's wrappers, whose ``backend`` is our layer. Raise NothingToMeasureError if no kernel of ours serves it.
+    Return TensorRT-LLM's wrappers, whose ``backend`` is our layer. Raise NothingToMeasureError if none of our kernels serves it.
     """
     made: list[Any] = []
     wanted, was_active = 1, patches.active
@@ -68,9 +68,9 @@ def build(shape: LayerShape, device: torch.device, tp: int = 1, ep: int = 1) -> 
 def create(
     shape: LayerShape, tp: int = 1, ep: int = 1, rank: int = 0, swiglu: Mapping[str, float] = _SWIGLU, **arguments: Any
 ) -> Any:
-    """Call ``create_moe`` for one of ``tp * ep`` ranks, in bf16. The weights are uninitialized. Raise the host's errors.
+    """Call ``create_moe`` for one of ``tp * ep`` ranks, in bf16. The weights are uninitialized. Raise TensorRT-LLM's errors.
 
-    ``swiglu`` are the constants of SwigluBias, ``arguments`` others of ``create_moe``.
+    ``swiglu`` holds the constants of SwigluBias, ``arguments`` holds further arguments of ``create_moe``.
     """
     trtllm, quant_algo = host.load(), str(shape.quant_algo)
     in_torch = trtllm.generation == "embedded"
@@ -122,7 +122,7 @@ def _enough(backend: Any, device: torch.device) -> int:
 
 
 def call(module: Any, tokens: int) -> Any:
-    """Capture one call in the form that the host makes it, for ``trtllm_b12x.engines.trtllm.host_path.timed_paths``."""
+    """Capture one call in TensorRT-LLM's calling convention, for ``trtllm_b12x.engines.trtllm.host_path.timed_paths``."""
     seen: list[Any] = []
     backend = getattr(module, "backend", module)
     backend._measure_once = seen.append
@@ -145,7 +145,7 @@ def run(module: Any, tokens: int) -> torch.Tensor:
 
 
 def tuned(module: Any, most: int) -> None:
-    """Autotune the host path for up to ``most`` tokens, as at warm-up. The embedded host has nothing to tune."""
+    """Autotune TensorRT-LLM's path for up to ``most`` tokens, as at warm-up. The embedded TensorRT-LLM has nothing to tune."""
     if not is_embedded():
         with importlib.import_module("tensorrt_llm._torch.autotuner").autotune():
             run(module, most)

@@ -1,7 +1,7 @@
 """Adapt the two calling conventions of a MoE backend, and detect when its weights are loaded.
 
-Both pass the call to ``_serve`` of the class they are mixed into. Calls that it does not serve go to the original ``run_moe``.
-The input is then quantized by ``_quantize_late`` if ``quantize_input`` returned it unquantized.
+Both pass the call to ``_serve`` of our layer class. Calls that ``_serve`` declines go to the original ``run_moe``.
+``_quantize_late`` then quantizes the input if ``quantize_input`` returned it unquantized.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from trtllm_b12x.kernels import MoECall
 
 _Backend: Any = object
-"""Our layer class and the host's, as the mixins see them."""
+"""Stand-in base class for our layer class and its TensorRT-LLM parent class."""
 
 
 class EndsWithPostLoad(_Backend):
-    """Mixin for hosts whose last hook after a load or a refit is ``post_load_weights``."""
+    """Mixin for TensorRT-LLM generations whose last hook after a weight load or refit is ``post_load_weights``."""
 
     def post_load_weights(self) -> None:
         super().post_load_weights()
@@ -29,7 +29,7 @@ class EndsWithPostLoad(_Backend):
 
 
 class EndsWithCachedState(_Backend):
-    """Mixin for hosts whose last hook is ``cache_derived_state``. It runs alone if processes share transformed weights."""
+    """Mixin for TensorRT-LLM generations whose last hook is ``cache_derived_state``, the only one for shared weights."""
 
     def cache_derived_state(self) -> None:
         super().cache_derived_state()
@@ -38,7 +38,7 @@ class EndsWithCachedState(_Backend):
 
 class _Calls(_Backend):
     def validate_configurable_moe(self, moe: Any) -> None:
-        """Read the communication that the wrapper chose (late 1.3 and later). Earlier hosts pass it with each call."""
+        """Read whether the wrapper uses all-to-all (late 1.3 and later). Earlier versions pass the flag with each call."""
         super().validate_configurable_moe(moe)
         with guard.host_takes_over(self):
             if getattr(moe, "enable_alltoall", False):
@@ -46,13 +46,13 @@ class _Calls(_Backend):
 
 
 class KeywordCalls(_Calls):
-    """Calling convention of generations A and B (TensorRT-LLM 1.2 and 1.3) and of the embedded host: keyword arguments.
+    """Calling convention of generations A and B (TensorRT-LLM 1.2 and 1.3) and of the embedded TensorRT-LLM: keywords.
 
-    A host that compares classes exactly passes them only to ``CutlassFusedMoE`` (``ConfigurableMoE._get_backend_kwargs``).
+    Versions that compare classes exactly pass all keywords only to ``CutlassFusedMoE`` (``ConfigurableMoE._get_backend_kwargs``).
     """
 
     def run_as_the_host(self, like: dict[str, Any], call: MoECall) -> torch.Tensor:
-        """Run the host path on unquantized tokens, with the other arguments of the host's call ``like``."""
+        """Run TensorRT-LLM's path on unquantized tokens, with the other arguments of its call ``like``."""
         x, x_sf = super().quantize_input(call.x, post_quant_comm=False)
         others = {"x_sf": x_sf, "is_sf_swizzled": True, "output_dtype": call.x.dtype, **like}
         return super().run_moe(x, call.ids, call.router_weights, **others)
@@ -93,7 +93,7 @@ class KeywordCalls(_Calls):
             moe_output=moe_output,
             **kwargs,
         )
-        if fault is not None:  # our error: the host has just served the same call
+        if fault is not None:  # our error: TensorRT-LLM has just served the same call
             self._leave_to_the_host(fault)
         return result
 
@@ -102,7 +102,7 @@ class ContextCalls(_Calls):
     """Calling convention of generations C1 and C2: a frozen ``MoERunContext`` whose ``comm_plan`` describes the communication."""
 
     def run_as_the_host(self, like: Any, call: MoECall) -> torch.Tensor:
-        """Run the host path on unquantized tokens, with the other arguments of the host's call ``like``."""
+        """Run TensorRT-LLM's path on unquantized tokens, with the other arguments of its call ``like``."""
         x, x_sf = super().quantize_input(call.x, post_quant_comm=False)
         plan = dataclasses.replace(like.comm_plan, input_sf_swizzled=True, moe_output=None)
         routes = {"token_selected_experts": call.ids, "token_final_scales": call.router_weights}
@@ -110,13 +110,13 @@ class ContextCalls(_Calls):
         return super().run_moe(ctx, workspace=None)
 
     def _supports_load_balancer(self) -> bool:
-        """Return False to get router logits alone. TensorRT-LLM asks before it routes a call (``moe_scheduler.py``)."""
+        """Return False to get logits without ids. TensorRT-LLM calls this before it routes a call (``moe_scheduler.py``)."""
         return bool(super()._supports_load_balancer()) and not self._takes_logits()
 
     def run_moe(self, ctx: Any, *, workspace: dict[str, Any] | None = None) -> torch.Tensor:
-        """Run the experts on ``ctx.x (T, H)`` with ids and scales of ``ctx``, ``(T, k)`` each, or with its logits ``(T, E)``.
+        """Run the experts on ``ctx.x (T, H)`` with ids and scales of ``ctx``, ``(T, k)`` each, or with logits ``(T, E)``.
 
-        Return ``(T, H)``. Calls that come without ids and that no kernel routes are routed here, as TensorRT-LLM does it.
+        Return ``(T, H)``. This method routes calls without ids if no kernel does, with TensorRT-LLM's routing method.
         """
         plan, fault = ctx.comm_plan, None
         if plan is not None and ctx.token_selected_experts is None and ctx.router_logits is not None:
@@ -127,7 +127,7 @@ class ContextCalls(_Calls):
                     return result
             ids, scales = self.routing_method.apply(ctx.router_logits)
             ctx = dataclasses.replace(ctx, token_selected_experts=ids.int(), token_final_scales=scales)
-        if plan is not None:  # without one the host raises an error
+        if plan is not None:  # without a plan TensorRT-LLM raises an error
             result, fault = self._serve(
                 ctx, ctx.do_finalize, ctx.lora_params, plan.enable_alltoall, ctx.x, ctx.x_sf, plan.input_sf_swizzled,
                 ctx.token_selected_experts, ctx.token_final_scales, ctx.output_dtype, plan.moe_output,

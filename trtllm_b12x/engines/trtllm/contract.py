@@ -44,10 +44,10 @@ LAYER, WEIGHTS, *_CALL = (
         "enable_alltoall input_sf_swizzled moe_output",
     )
 )
-"""Attributes read from a layer that the host has built, for which every layer is checked because the class does not show them;
-those of NVFP4 weights, for which it is left to the host when they are loaded."""
+"""Attributes read from a built layer. ``LAYER`` is checked on each layer, because the class does not show them. If one of
+``WEIGHTS`` is missing when NVFP4 weights are loaded, TensorRT-LLM serves the layer."""
 RECORDS = dict(zip(("MoERunContext", "MoECommPlan"), _CALL, strict=True))
-"""Fields read from the records of a call, from C1 on."""
+"""Fields read from a call's records, by record name, from C1 on."""
 
 
 class UnsupportedHostError(RuntimeError):
@@ -55,7 +55,7 @@ class UnsupportedHostError(RuntimeError):
 
 
 def relied_on(generation: str) -> tuple[str, ...]:
-    """List the functions that are patched, overridden or called: ``module.function``, ``module.class.method``; also inherited."""
+    """List patched, overridden and called functions, also inherited ones: ``module.function`` or ``module.class.method``."""
     context, staged = generation.startswith("C"), generation != "A"
     functions = (*_BACKEND, *(("cache_derived_state",) if context else ()))
     method = (*_METHOD, *(_STAGED_METHOD if staged else ()), *(_CACHED if context else ()))
@@ -76,9 +76,9 @@ def facts() -> dict[str, dict[str, Any]]:
 
 
 def recognize() -> str:
-    """Return the newest generation whose facts the installed host satisfies.
+    """Return the newest generation whose facts the installed TensorRT-LLM satisfies.
 
-    Raise UnsupportedHostError, with the differences from the nearest generation, if none fits.
+    Raise UnsupportedHostError, with the differences from the nearest generation, if no generation fits.
     """
     differences: dict[str, list[str]] = {}
     for generation in reversed(facts()):
@@ -122,7 +122,7 @@ def cutlass(package: str) -> Any:
 
 
 def _tables(package: str) -> Iterator[str]:
-    """Report tables that do not lead from CUTLASS to its class. Promoting a class that nothing builds would have no effect."""
+    """Yield a difference if ``moe_resolution`` does not map CUTLASS to its class. Promoting that class would have no effect."""
     try:
         parent, resolution = cutlass(package), importlib.import_module(f"{package}.moe_resolution")
         if parent not in resolution.BACKEND_FAMILY["CUTLASS"] or parent not in resolution.IMPL_PRIORITY:
@@ -142,11 +142,11 @@ def _fields(package: str) -> Iterator[str]:
 
 
 def _staging(package: str) -> Iterator[str]:
-    """Report staging hooks. A host that stages weights, with one hook renamed, must not pass for one that does not."""
+    """Yield existing staging hooks. A version that stages weights under a renamed hook must not count as one without staging."""
     try:
         method = importlib.import_module(f"{package}.quantization").NVFP4CutlassFusedMoEMethod
     except (ImportError, AttributeError):
-        return  # reported by name
+        return  # ``_differences`` reports the missing name
     for name in _STAGED_METHOD:
         if "NVFP4" in getattr(getattr(method, name, None), "__qualname__", ""):
             yield f"quantization.{method.__name__}.{name} is there: weights are staged"

@@ -1,6 +1,6 @@
-"""Describe a layer of the host as ``LayerShape`` and ``Deployment``: before it is built, and once it is.
+"""Describe a TensorRT-LLM layer as ``LayerShape`` and ``Deployment``, before and after it is built.
 
-Only this module reads these facts. Fields that are not known yet are None, and their rules abstain.
+Only this module reads these facts. Unknown fields are None, and decision rules skip them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ACTIVATION_TENSORS = {"swiglu_alpha": "act_alpha", "swiglu_beta": "act_beta", "
 _CONSTANTS = (*_ACTIVATION_TENSORS, "swiglu_limit_scalar")
 _REGISTERS = ("alpha", "beta", "limit")
 _KNOWN_FIELDS = frozenset({"kind", "clamp", "gate_sigmoid_scale", "linear_offset", *_REGISTERS})
-"""Fields of C2's activations and of their constants that kernels compute. Others, such as ``clamp_after_silu`` (PR 19217), must
+"""Fields of C2's activation and constants records that kernels support. All others, such as ``clamp_after_silu`` (PR 19217), must
 have their defaults."""
 
 
 def quantization_of(model_config: Any, override: Any = None) -> dict[str, Any] | None:
-    """Return ``quant_algo`` and ``group_size`` of the layers of a ``ModelConfig``: empty if layers differ, None for other types.
+    """Return a ``ModelConfig``'s ``quant_algo`` and ``group_size``: empty if its layers differ, None for other types.
 
     ``override`` is the quantization of one layer, if it differs from the model.
     """
@@ -57,11 +57,11 @@ def from_config(
 ) -> LayerQuery:
     """Describe a layer that is not built yet. Missing fields of a ``ModelConfig`` count as their defaults.
 
-    ``quantization`` has ``quant_algo`` and ``group_size`` as far as known, ``arguments`` those of the ``create_moe_backend`` to
-    come.
+    ``quantization`` has ``quant_algo`` and ``group_size`` as far as known. ``arguments`` are those of the later call of
+    ``create_moe_backend``.
     """
     mapping = getattr(model_config, "mapping", None)
-    # The host function for this has moved between generations and is missing in early ones.
+    # TensorRT-LLM's own LoRA check moved between generations and is missing in early ones.
     lora = getattr(getattr(model_config, "lora_config", None), "lora_target_modules", None) or ()
     deployment = Deployment(
         ep_size=getattr(mapping, "moe_ep_size", None),
@@ -85,10 +85,10 @@ def from_config(
 
 
 def from_layer(layer: Any, config: LayerQuery, alltoall: bool, unequal_scales: bool = False) -> LayerQuery:
-    """Describe a layer that the host has built (``contract.LAYER``), completely and with its final quantization.
+    """Describe a built layer completely, from its attributes (``contract.LAYER``) and with its final quantization.
 
-    ``config`` is the result of ``from_config`` when it was built, ``alltoall`` True if its tokens come from an all-to-all,
-    ``unequal_scales`` True if gate and up of some expert have a ``weight_scale_2`` each.
+    ``config`` is the result of ``from_config`` when the layer was built. ``alltoall`` is True if tokens come from an all-to-all.
+    ``unequal_scales`` is True if gate and up of some expert have different ``weight_scale_2``.
     """
     shape, deployment = config
     shape = replace(
@@ -119,10 +119,10 @@ def from_layer(layer: Any, config: LayerQuery, alltoall: bool, unequal_scales: b
 def _activation(get: Callable[[str], Any]) -> dict[str, Any]:
     """Return the activation's name, and whether SwiGLU's alpha, beta or limit are set.
 
-    ``get`` looks up an argument of ``create_moe_backend`` or an attribute of the layer; None for what is missing. Unknown fields
-    that are set become part of the name, so that no kernel has the activation.
+    ``get`` looks up an argument of ``create_moe_backend`` or a layer attribute, and returns None if it is missing. Unknown fields
+    that are set become part of the name, so that no kernel supports the activation.
     """
-    record = get("activation")  # C2; older ones have activation_type and the constants themselves
+    record = get("activation")  # C2; older generations have activation_type and separate constants
     kind = getattr(record, "kind", get("activation_type"))
     names = load().ActivationType
     constants = record.constants() if callable(getattr(record, "constants", None)) else None
@@ -143,9 +143,9 @@ def _set_and_unknown(record: Any) -> Iterator[str]:
 
 
 def activation_tensors(layer: Any) -> dict[str, torch.Tensor]:
-    """Return SwiGLU alpha, beta and limit as the host's operator receives them, ``(E,)`` float32 each, for local experts.
+    """Return SwiGLU alpha, beta and limit as TensorRT-LLM's operator receives them, ``(E,)`` float32 each, for local experts.
 
-    With any of them the operator computes SwigluBias (``moeOp.cpp``). Raise ValueError if one of them is not a tensor.
+    If one of them is set, the operator computes SwigluBias (``moeOp.cpp``). Raise ValueError if one is not a tensor.
     """
     tensors = {name: getattr(layer, attribute) for name, attribute in activation_tensor_names(layer).items()}
     for name, value in tensors.items():
@@ -169,19 +169,19 @@ def _load_balancer(model_config: Any) -> str | None:
         registered = getattr(load().create_moe, "get_moe_load_balancer", lambda: None)()
     if registered is None:
         return None
-    # Same test as in the host for a balancer that moves weights while serving: updates per iteration.
+    # As in TensorRT-LLM, a balancer with updates per iteration moves weights while serving.
     updates = getattr(getattr(model_config, "moe_load_balancer", None), "layer_updates_per_iter", 0)
     return "dynamic" if int(updates or 0) else "static"
 
 
 def quant_algo(quant_config: Any) -> str:
-    """Return the algorithm name of a ``QuantConfig``, or "none" for None: the layer is not quantized."""
+    """Return the algorithm name of a ``QuantConfig``, or "none" if the layer is not quantized."""
     algo = quant_config.quant_algo if quant_config is not None else None
     return "none" if algo is None else str(getattr(algo, "value", algo))
 
 
 def served_as(quant_algo: str) -> str:
-    """Return the algorithm that experts of this one are built in: W4A16_NVFP4 as NVFP4 if the user asks for W4A4 prefill."""
+    """Return the algorithm to build experts with: NVFP4 for W4A16_NVFP4 if the user enables W4A4 prefill, else ``quant_algo``."""
     w4a4 = quant_algo == "W4A16_NVFP4" and settings.W4A4_PREFILL() and not lacks(quant_algo)
     return "NVFP4" if w4a4 else quant_algo
 

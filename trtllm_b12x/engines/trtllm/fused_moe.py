@@ -1,6 +1,6 @@
 """``FlashInferNvfp4Sm12xFusedMoE``: TensorRT-LLM's CUTLASS layer, with decode on our kernels.
 
-Importing this module loads the host, because the class inherits the host's. Import it below ``patches.building``.
+Importing this module imports TensorRT-LLM, whose layer class ours inherits. Hold ``patches.building`` during the import.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _Tensor, _address, _new = torch.Tensor, torch.Tensor.data_ptr, tuple.__new__
 class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
     """MoE layer for SM120/SM121. Small batches run on our kernels, all other calls on the parent class.
 
-    Whether any kernel serves the layer is decided in ``create_weights``, when its final quantization is known. If none does, the
-    instance behaves as its parent to the letter; ``verdict`` says why. Each rank decides for itself: partial sums are added, so
-    ranks may use different kernels. What a rank sends to others depends on the host's settings alone.
+    ``create_weights`` decides whether kernels serve the layer, because it knows the final quantization. If none does, the
+    instance behaves exactly as its parent; ``verdict`` holds the reason. Each rank decides for itself: partial sums are added, so
+    ranks may use different kernels. Only TensorRT-LLM's settings determine what a rank sends to others.
     """
 
     host_class = CutlassFusedMoE
@@ -62,32 +62,32 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
     _is_tuning, _reads_ids = staticmethod(_HOST.is_tuning), staticmethod(_HOST.reads_ids)
     _gets_logits = not _HOST.has_get_moe_cls
     verdict: Resolution
-    """The latest, from ``create_weights`` on."""
+    """Latest verdict, set from ``create_weights`` on."""
     _shape, _deployment = LayerShape(), Deployment()
     dispatch = LayerDispatch()
-    """Has kernels once weights are loaded, if any serve the layer."""
+    """Kernel dispatch. It has kernels once weights are loaded, if our kernels serve the layer."""
     _fault = ""
-    """First line of an error of ours in a load or call; the host then serves the layer."""
+    """First line of our error in a load or call. TensorRT-LLM then serves the layer."""
     _addresses: tuple[int, ...] = ()
-    """Addresses of the host's tensors that the kernels were bound to."""
+    """Addresses of the TensorRT-LLM tensors that the kernels were bound to."""
     _reads: tuple[Any, tuple[str, ...]]
     """Getter of the parameters that kernels read, and attributes that hold SwiGLU's alpha, beta and limit."""
     _our_method: Method | None = None
     """``quant_method``, if it is one of ours."""
     scale_ratio = 1.0
-    """Largest ratio of gate's and up's ``weight_scale_2`` of an expert, as of the last load."""
+    """Largest ratio between gate's and up's ``weight_scale_2`` over all experts, as of the last load."""
     _dtype = torch.bfloat16
     _ones: torch.Tensor | None = None
-    """Router weights for a host that applies them to the input and passes none on."""
+    """Router weights of 1, for calls whose weights TensorRT-LLM has already applied to the input."""
     _alone = False
     """True if CUTLASS cannot run this format (MXFP8)."""
     _as_w4a4 = False
     """True if the experts are W4A16_NVFP4 and built as NVFP4 (``TRTLLM_B12X_W4A4_PREFILL``)."""
     _memory: Mapping[tuple[str, torch.device, torch.dtype], torch.Tensor] = MappingProxyType({})
-    """Our buffers on each device where they have been."""
+    """Our buffers by name, device and dtype, for every device that the layer was on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Before the parent, which may create the weights, hence need the verdict, in its own __init__.
+        # Set these before the parent's __init__, which may create the weights and then needs the verdict.
         self._config = describe.from_config(kwargs.get("model_config"))
         self._alltoall = False
         self._max_num_tokens = describe.most_tokens(kwargs.get("model_config"))
@@ -110,7 +110,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
             label = describe.quant_algo(self.quant_config)
             algorithm = describe.served_as(label)
             self._dtype = self.dtype or torch.bfloat16
-            # The host may create weights anew, for another quantization.
+            # TensorRT-LLM may create weights again for another quantization.
             self.dispatch = LayerDispatch(machine.candidate_kernels(quant_algo=algorithm), self._max_num_tokens)
             self._judge()
             row = formats.find(algorithm)
@@ -124,11 +124,11 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
         return super()._get_quant_method()
 
     def _weights_are_ready(self) -> None:
-        """Plan, bind and test kernels. The hook that this host's generation ends a load or refit with calls this.
+        """Plan, bind and test kernels. The last hook of a weight load or refit calls this method.
 
-        Raise RuntimeError if the host has no path for the format and no kernel serves every call: the first call would raise
-        while other ranks wait in the reduction. Raise ValueError if the experts are to run in W4A4 and the checkpoint has no
-        input scales, which the host leaves at 1.
+        Raise RuntimeError if TensorRT-LLM has no path for the format and no kernel serves every call. Otherwise the first call
+        would raise while other ranks wait in the reduction. Raise ValueError if experts are built for W4A4 and the checkpoint has
+        no input scales, which TensorRT-LLM leaves at 1.
         """
         if self._as_w4a4 and not self.w2_weight.is_meta and bool((self.fc31_input_scale == 1).all()):
             raise ValueError(
@@ -141,7 +141,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
             raise RuntimeError(f"no kernel serves the MoE layer of {self._about()}")
 
     def _leave_to_the_host(self, error: Exception) -> None:
-        """After a fault of ours the host serves the layer, and one line says so."""
+        """Let TensorRT-LLM serve the layer after our error, and log one line."""
         self.dispatch.drop()
         log.logger.debug("MoE layer %s", getattr(self, "layer_idx", "?"), exc_info=error)
         self._fault = self._fault or kernels.first_line(error)
@@ -150,11 +150,11 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
 
     def _load_kernels(self) -> None:
         if self._our_method is not None:
-            if self.w2_weight.is_meta:  # hosts that share weights call the hooks before there are any
+            if self.w2_weight.is_meta:  # TensorRT-LLM may call the hooks before shared weights exist
                 return
             self._our_method.check(self)
             self.scale_ratio = self._our_method.scale_ratio(self)
-            # AWQ scales show only now.
+            # AWQ scales are known only now.
             self._judge(dict.fromkeys(self.dispatch.kernels, self._fault) if self._fault else {})
         if self._our_method is not None and self.verdict.served:
             geometry, device = self._geometry(), self.w2_weight.device
@@ -162,7 +162,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
             self._addresses = self._addresses_now()
             self.dispatch.scale_ratio, self.dispatch.scoring = self.scale_ratio, self._scoring()
             if errors := self.dispatch.load(geometry, weights, device, self.slot_start, self.verdict.families):
-                self._judge(errors)  # the parameters serve CUTLASS as they are: the layer is slower, the server lives
+                self._judge(errors)  # CUTLASS reads the same parameters: the layer is slower, the server keeps running
             layer = f"MoE layer {getattr(self, 'layer_idx', '?')}"
             self.dispatch.tell_of_halves(layer, "TensorRT-LLM's CUTLASS applies the larger one to both")
             if self.apply_router_weight_on_input and self.schedule.kernels:
@@ -178,19 +178,19 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
             self._judge(errors)
 
     def _about(self) -> str:
-        """Describe the layer whose format the host cannot run, and why no kernel of ours serves it."""
+        """Describe the layer whose format TensorRT-LLM cannot run, and why none of our kernels serves it."""
         place = f"tp {self.tp_size}, ep {self.ep_size}, layer {getattr(self, 'layer_idx', '?')}"
         return f"{self._shape}, {place}, and TensorRT-LLM has no path for it on this card: {self.verdict}"
 
     def _judge(self, plan_errors: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Decide anew which families serve the layer, with all that is known of it now."""
+        """Decide again which families serve the layer, from all facts known now."""
         try:
             if lacking := [name for name in contract.LAYER if not hasattr(self, name)]:
                 raise AttributeError(f"layers of this host have no {', '.join(lacking)}")
             question = describe.from_layer(self, self._config, self._alltoall, self.scale_ratio > 1)
             self._shape, self._deployment = question
             self.verdict = machine.resolve(question, self.dispatch.kernels, plan_errors)
-        except Exception as error:  # the host's own class would not care
+        except Exception as error:  # TensorRT-LLM's own class would not raise
             self.verdict = Resolution.left_to_the_host(RejectReason.HOST, kernels.first_line(error))
         self._announce_and_record(ready=False)
 
@@ -221,7 +221,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
         return dataclasses.replace(weights, epilogue=epilogue)
 
     def _addresses_now(self) -> tuple[int, ...]:
-        """Addresses of the host's tensors that the kernels read: parameters, and SwiGLU's constants."""
+        """Return the addresses of TensorRT-LLM's tensors that kernels read: parameters and SwiGLU constants."""
         parameters, names = self._reads
         addresses = tuple(map(_address, parameters(self._parameters)))
         return (*addresses, *(getattr(self, name).data_ptr() for name in names)) if names else addresses
@@ -229,9 +229,9 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
     # ---- call --------------------------------------------------------------------------------------------------------
 
     def _measure_once(self, like: Any) -> None:
-        """Measure once, at the first eager call, which of the families and the host serves how many tokens on this card.
+        """Benchmark the families and TensorRT-LLM on this card once, at the first eager call, to choose by token count.
 
-        ``like`` is the call under way, in the host's form.
+        ``like`` is the current call in TensorRT-LLM's calling convention.
         """
         if self._is_tuning():
             crossover.tuning()
@@ -252,14 +252,14 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
             return None
         if x_sf is not None and not kernel.features.quantized_input:
             return None
-        # The autotuner must see the host's kernels for few tokens, as without us.
+        # The autotuner must tune TensorRT-LLM's kernels also for few tokens, as without this package.
         return kernel if not self._is_tuning() or self._alone else None
 
     def quantize_input(self, x: Any, post_quant_comm: bool = True, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
-        """Pass on unquantized what a kernel will serve, else quantize as the parent does.
+        """Return tokens unquantized if a kernel will serve them, else quantize as the parent does.
 
-        Before communication (``post_quant_comm``) the form of the tokens must not depend on this rank's kernels, so they are
-        quantized as the host does; a format that the host has no path for is always sent in bf16.
+        Before communication (``post_quant_comm``) the token format must not depend on this rank's kernels, so the parent
+        quantizes the tokens. If TensorRT-LLM has no path for the format, tokens are always sent in bf16.
         """
         try:
             serves = self._alone or (not post_quant_comm and self._kernel_for(x) is not None)
@@ -281,18 +281,18 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
         self, like: Any, do_finalize: bool, lora_params: Any, enable_alltoall: bool,
         x: Any, x_sf: Any, swizzled: bool, ids: Any, router_weights: Any, output_dtype: Any, moe_output: Any,
     ) -> tuple[torch.Tensor | None, Exception | None]:  # fmt: skip
-        """Return a kernel's output, or None if CUTLASS serves the call, and the error of ours that made it so.
+        """Return a kernel's output, or None if CUTLASS serves the call, and our error if one is the cause.
 
-        ``like`` is the call in the host's form. ``moe_output`` is written and returned if given. Only CUTLASS serves
-        unfinalized output, LoRA on these experts, and ids from an all-to-all, which may be padding. Our errors are raised if
-        the host has no path.
+        ``like`` is the call in TensorRT-LLM's calling convention. ``moe_output`` is written and returned if given. Only CUTLASS
+        serves unfinalized output, LoRA on these experts, and ids from an all-to-all, which may be padding. Our errors are
+        raised if TensorRT-LLM has no path.
         """
         try:
             if enable_alltoall:
                 self._behind_alltoall()
             if not do_finalize or enable_alltoall:
                 return None, None
-            # Hosts pass the LoRA parameters of all layers, including attention.
+            # TensorRT-LLM passes the LoRA parameters of all layers, including attention.
             if lora_params is not None and (not hasattr(self, "_moe_lora_active") or self._moe_lora_active(lora_params)):
                 return None, None
             if not self.dispatch.decided:
@@ -305,7 +305,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
             if kernel is None or ids is None or router_weights is None:
                 return self._unserved(x, moe_output), None
             self._follow()
-            # Ids are global. The rank returns the partial sum of its own experts, the host reduces.
+            # Ids are global. The rank returns the partial sum of its own experts, and TensorRT-LLM reduces.
             fields = x, ids, router_weights, x_sf, swizzled, moe_output, None, None, None, None
             result = kernel.run(_new(kernels.MoECall, fields))  # half the time of MoECall(*fields)
             converts = moe_output is None and output_dtype is not None and output_dtype is not result.dtype
@@ -316,13 +316,13 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
             return None, error
 
     def _follow(self) -> None:
-        """Bind parameters that have moved: they are read as they are now, also where no hook was called."""
+        """Bind the kernels again if parameters have moved, even if no hook was called."""
         if self._addresses_now() != self._addresses:
             self.dispatch.bind(self._kernel_weights(), self.slot_start)
             self._addresses = self._addresses_now()
 
     def _unserved(self, x: Any, moe_output: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the output of a call without tokens if the host has no path; raise RuntimeError if there are tokens."""
+        """If TensorRT-LLM has no path, return the output of a call without tokens, or raise RuntimeError if it has tokens."""
         if not self._alone or not isinstance(x, torch.Tensor):
             return None
         if x.shape[0]:
@@ -330,7 +330,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
         return x if moe_output is None else moe_output
 
     def _quantize_late(self, x: Any, x_sf: torch.Tensor | None, swizzled: bool) -> tuple[Any, torch.Tensor | None]:
-        """Quantize what ``quantize_input`` passed on in bf16 and no kernel serves, with the scale layout of this call."""
+        """Quantize input that ``quantize_input`` left in bf16 and no kernel serves, in the scale layout of this call."""
         if self._our_method is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x_sf is None:
             quantized: tuple[Any, torch.Tensor | None] = super().quantize_input(x, post_quant_comm=not swizzled)
             return quantized
@@ -339,11 +339,11 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
     # ---- between loads and calls: copied, moved, converted ------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the kernels, whose views and workspace are this layer's. A copy runs on CUTLASS until it loads weights."""
+        """Omit the kernels, whose views and workspace belong to this layer. A copy runs on CUTLASS until it loads weights."""
         return {**self.__dict__, "dispatch": LayerDispatch(self.dispatch.kernels, self._max_num_tokens), "_memory": {}}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or convert the layer. The kernels follow, or wait until it is back where they can run."""
+        """Move or convert the layer. The kernels follow, or wait until the layer is back on a device where they run."""
         meta = [name for name, tensor in self._buffers.items() if name.startswith("b12x_") and tensor.is_meta]
         with guard.bookkeeping():
             # Captured graphs read and write our buffers where they are: keep that memory alive.
@@ -351,7 +351,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
         module = super()._apply(*args, **kwargs)
         for name in meta:
             if not self._buffers[name].is_meta:
-                self._buffers[name].zero_()  # to_empty and others leave any bits
+                self._buffers[name].zero_()  # to_empty and similar calls leave the memory uninitialized
         with guard.host_takes_over(self):
             self._take_old_memory()
             if self.dispatch.moved_to(self.w2_weight.device):
@@ -363,7 +363,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
 
     @torch.inference_mode()
     def _take_old_memory(self) -> None:
-        """Give our buffers the memory that they had when the layer was on this device before."""
+        """Restore the memory that our buffers had when the layer was last on this device."""
         for name, tensor in self._own_buffers().items():
             before = self._memory.get((name, tensor.device, tensor.dtype), tensor)
             if before.data_ptr() != tensor.data_ptr() and before.shape == tensor.shape:
@@ -371,7 +371,7 @@ class FlashInferNvfp4Sm12xFusedMoE(RoutesItself, Layer, CutlassFusedMoE):
                 self._buffers[name].data = before
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Explain differing sizes if there are any."""
+        """Explain a size mismatch in the error message."""
         error_msgs = args[-1]
         errors = len(error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *args)

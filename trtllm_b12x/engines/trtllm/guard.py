@@ -1,4 +1,4 @@
-"""Keep faults of this package away from TensorRT-LLM, where it calls us."""
+"""Catch errors of this package before they reach TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtllm_b12x.core.log import logger
 
 @contextmanager
 def host_takes_over(layer: Any) -> Iterator[None]:
-    """After an error in the block TensorRT-LLM's class serves the layer, and one line says so."""
+    """Let TensorRT-LLM's class serve the layer after an error in the block, and log one line."""
     try:
         yield
     except Exception as error:
@@ -20,7 +20,7 @@ def host_takes_over(layer: Any) -> Iterator[None]:
 
 @contextmanager
 def bookkeeping() -> Iterator[None]:
-    """Log an error in the block at DEBUG. No load and no call depends on what the block does."""
+    """Log an error in the block at DEBUG. No weight load or call depends on the block."""
     try:
         yield
     except Exception as error:

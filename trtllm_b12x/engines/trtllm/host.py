@@ -1,7 +1,7 @@
 """Find the TensorRT-LLM of this process. Only this package imports it; the other packages use a ``Host``.
 
-``trtllm_b12x.engines.trtllm.contract`` compares the installed host with the facts of each generation. Differences between
-generations are then detected by existing names, never by version.
+``trtllm_b12x.engines.trtllm.contract`` compares TensorRT-LLM with the facts of each generation. Differences between
+generations are then detected by which names exist, never by version.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _loading = locks.new()
 
 @dataclass(frozen=True)
 class Host:
-    """Classes and functions of TensorRT-LLM that this package uses, under their names there, and how generations differ."""
+    """TensorRT-LLM's classes and functions that this package uses, under their own names, and how generations differ."""
 
     generation: str
     """``embedded``, or a generation of ``trtllm_b12x.engines.trtllm.contract``."""
     create_moe: ModuleType
     CutlassFusedMoE: Any
     methods: Mapping[str, Any]
-    """Those of ``METHODS`` that this generation has: MXFP8 from August 2026 on, W4A16_NVFP4 from June 2026 on."""
+    """Classes of ``METHODS`` that this generation has, by format: MXFP8 from August 2026 on, W4A16_NVFP4 from June 2026 on."""
     TensorParallelMode: Any
     load_weight_shard: Callable[..., Any]
     ActivationType: Any
@@ -56,18 +56,18 @@ class Host:
     is_tuning: Callable[[], bool]
     """Return True while the autotuner of TensorRT-LLM runs."""
     reads_ids: Callable[[], bool]
-    """Return True if TensorRT-LLM itself may read the ids of a call that it is about to make; see ``_reads_ids``."""
+    """Return True if TensorRT-LLM itself may read the ids of its next call; see ``_reads_ids``."""
     has_get_moe_cls: bool
     """True for A and B: ``get_moe_cls`` names classes, tests compare them exactly, and calls pass keywords. From C1 on, tables
     resolve the class and ``run_moe`` takes a context."""
     Layer: Any
-    """Mixin for our layer: metaclass, calling convention and end of a load of this generation."""
+    """Mixin for our layer with this generation's metaclass, calling convention and last weight loading hook."""
     Weights: Any
-    """Mixin for our quantization method: order in which weights are loaded."""
+    """Mixin for our quantization method with this generation's weight loading order."""
 
 
 def installed() -> bool:
-    """Return True if ``tensorrt_llm`` can be imported and the embedded host was not chosen."""
+    """Return True if ``tensorrt_llm`` can be imported and ``use_embedded`` was not called."""
     if _embedded or "tensorrt_llm" in sys.modules:
         return not _embedded
     spec = importlib.util.find_spec("tensorrt_llm")
@@ -75,13 +75,13 @@ def installed() -> bool:
 
 
 def use_embedded() -> None:
-    """Use the embedded host even if TensorRT-LLM is installed. For command-line tools, before anything is loaded."""
+    """Use the embedded TensorRT-LLM even if the real one is installed. Command-line tools call this before ``load``."""
     global _embedded
     _embedded = True
 
 
 def load() -> Host:
-    """Return the host of this process: TensorRT-LLM if installed, else the embedded host.
+    """Return the ``Host`` of this process: TensorRT-LLM if installed, else the embedded one.
 
     Raise UnsupportedHostError, with the differences from the nearest generation, if no adapter fits.
     """
@@ -93,14 +93,14 @@ def load() -> Host:
             return _loaded
         except UnsupportedHostError as error:
             failure = error
-        except Exception as error:  # its import, or a name that the contract does not check
+        except Exception as error:  # the import failed, or a name that the contract does not check is missing
             failure = UnsupportedHostError(f"TensorRT-LLM cannot be imported or adapted: {first_line(error)}")
         _failure = str(failure)
         raise failure
 
 
 def lacks(form: str) -> bool:
-    """Return True if the host of this process is loaded and has no quantization method for this number format."""
+    """Return True if TensorRT-LLM is loaded and has no quantization method for this number format."""
     return _loaded is not None and form not in _loaded.methods
 
 
@@ -117,7 +117,7 @@ def state() -> tuple[str, str]:
 
 
 def register_carrier(cls: type) -> None:
-    """Register ``cls`` as a model architecture of TensorRT-LLM, so that its MPI workers import it. Raises the errors of the host.
+    """Register ``cls`` as a TensorRT-LLM model architecture, so that its MPI workers import ``cls``. Raise TensorRT-LLM's errors.
 
     Source: ``executor/proxy.py`` passes ``MODEL_CLASS_MAPPING``, later modules of external classes (PR 18284), to its workers.
     """
@@ -127,7 +127,7 @@ def register_carrier(cls: type) -> None:
 
 
 def _in_torch() -> Host:
-    """Return the host for machines without TensorRT-LLM: generation A, implemented in torch."""
+    """Return the embedded TensorRT-LLM for machines without the real one: generation A, implemented in torch."""
     from . import embedded as names
 
     return _host("embedded", names.create_moe, names.CutlassFusedMoE, names.quantization, names, lambda: False, lambda: True)
@@ -150,10 +150,10 @@ def _tensorrt_llm() -> Host:
 
 
 def _reads_ids(utils: ModuleType, scheduler: str) -> bool:
-    """Return True outside a forward of TensorRT-LLM's model engine, and while something else than experts reads the ids of calls.
+    """Return True outside a forward of TensorRT-LLM's model engine, and while code other than the experts reads ids.
 
-    That is route capture (``enable_return_routed_experts``), ``EXPERT_STATISTIC_ITER_RANGE``, or the calibrator of layer-wise
-    benchmarks. Outside a forward route capture checks that layers get ids (``route_capture.assert_capturable``).
+    Such code is route capture (``enable_return_routed_experts``), ``EXPERT_STATISTIC_ITER_RANGE``, or the calibrator of
+    layer-wise benchmarks. Outside a forward, route capture checks that layers get ids (``route_capture.assert_capturable``).
     """
     if not getattr(utils, "get_model_extra_attrs", lambda: None)():
         return True
@@ -172,8 +172,8 @@ def _host(
     named = hasattr(create_moe, "get_moe_cls")
     calls = KeywordCalls if named else ContextCalls
     end = EndsWithCachedState if hasattr(cutlass, "cache_derived_state") else EndsWithPostLoad
-    # ABC caches use equality: every plain layer would count as an instance of an equal subclass. On ABC hosts our
-    # class therefore compares by identity. Those hosts compare backend classes only in create_moe_backend.
+    # ABC caches use equality: every plain layer would count as an instance of an equal subclass. On ABC versions our
+    # class therefore compares by identity. These versions compare backend classes only in create_moe_backend.
     metaclass = type(cutlass) if type(cutlass) is not type else type("CutlassEqualMeta", (type,), _equality(cutlass))
     weights = {"embedded": DirectWeights, "A": DirectWeights, "B": StagedWeights}
     return Host(

@@ -1,4 +1,4 @@
-"""Build timed paths from the host path and our kernels, and sample routes from a layer's router."""
+"""Build timed paths from TensorRT-LLM's path and our kernels, and sample routes from a layer's router."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LAYERS = 32
 
 
 def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
-    """Return the timed path of each family and of the host, over this layer of ours and similar ones.
+    """Return the timed path of each family and of TensorRT-LLM, over this layer and similar layers of ours.
 
-    ``like`` is a call that the host has just made, for ``run_as_the_host``.
+    ``like`` is a call that TensorRT-LLM has just made, for ``run_as_the_host``.
     """
     layers = [module, *(other for other, _ in status.alive() if other is not module and _alike(other, module))][:_LAYERS]
     if module.schedule.base:
@@ -34,14 +34,14 @@ def timed_paths(module: Any, like: Any) -> dict[str, TimedPath]:
 
 
 def judged(module: Any, like: Any) -> HostPath:
-    """Return the host's path through this layer, with what a warning names."""
+    """Return TensorRT-LLM's path through this layer, with the engine, version and layer that a warning names."""
     version = packages.versions(["tensorrt_llm"]).get("tensorrt_llm", load().generation)
     layer = f"MoE layer {getattr(module, 'layer_idx', '?')}"
     return HostPath(partial(module.run_as_the_host, like), "TensorRT-LLM", version, layer)
 
 
 def _alike(other: Any, module: Any) -> bool:
-    """Return whether ``other`` has the same kernels, of the same sizes, on weights of its own."""
+    """Return whether ``other`` has kernels of the same families and geometry, on its own weights on the same device."""
     mine, its = module.schedule, getattr(other, "schedule", EMPTY_SCHEDULE)
     if its.kernels and its.kernels[0].geometry == mine.kernels[0].geometry:
         other.plan_waiting()

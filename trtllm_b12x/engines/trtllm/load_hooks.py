@@ -1,8 +1,8 @@
-"""Adapt ``NVFP4Sm12xFusedMoEMethod`` to when each generation of TensorRT-LLM loads what.
+"""Adapt ``NVFP4Sm12xFusedMoEMethod`` to the weight loading order of each TensorRT-LLM generation.
 
-Early hosts (1.2, early 1.3) let every hook write its parameter and compute their alphas at the end of ``load_quant_scales``.
-Later ones stage: they compute alphas in ``process_weights_after_loading``, after a load, a partial load, or streamed experts. We
-stage nothing. Each hook writes what it gets, so any order, part and repetition is right.
+In early versions (1.2, early 1.3) every hook writes its parameter, and ``load_quant_scales`` computes alphas at its end.
+Later versions stage weights and compute alphas in ``process_weights_after_loading``, after a load, a partial load, or streamed
+experts. Our hooks write their input at once, so they may run in any order, for a part of the weights, or repeatedly.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import torch
 
 _Method: Any = object
-"""Our method and the host's, as the mixins see them."""
+"""Stand-in base class for our method and its TensorRT-LLM parent class."""
 
 
 class DirectWeights(_Method):
-    """The embedded host and generation A."""
+    """Mixin for the embedded TensorRT-LLM and generation A, whose hooks write parameters directly."""
 
     def load_quant_scales(self, module: Any, weights: Any) -> None:
         super().load_quant_scales(module, weights)
@@ -32,7 +32,7 @@ class DirectWeights(_Method):
 
 class StagedWeights(_Method):
     def _reconcile_and_compute_alphas(self, module: Any, tmp_weight_scale_2: Any, *args: Any, **kwargs: Any) -> None:
-        local = getattr(module, "tmp_weight_scale_2", None)  # the other dictionary is the load balancer's
+        local = getattr(module, "tmp_weight_scale_2", None)  # the load balancer passes another dictionary
         pairs = {}
         if module.is_gated_activation and local is not None and tmp_weight_scale_2 is local:
             for slot, scales in local.items():
@@ -42,16 +42,16 @@ class StagedWeights(_Method):
         self.record_weight_scale_2(module, pairs)
 
     def _interleave_w2_weight_scale(self, dst_w2_weight_scale: torch.Tensor) -> None:
-        """Done already, when the scales were written: the host would do it to every expert, loaded or not."""
+        """Do nothing: our hooks write interleaved scales. TensorRT-LLM would interleave every expert, loaded or not."""
 
 
 class CachedWeights(StagedWeights):
-    """Generations C1 and C2: the end of a load is two hooks, of which another process may run the second alone."""
+    """Mixin for C1 and C2, where a weight load ends with two hooks. Another process may run only the second."""
 
     def finalize_streamed_expert(self, module: Any, local_slot_id: int) -> None:
-        """Nothing is staged."""
+        """Do nothing, because nothing is staged."""
 
     def transform_weights(self, module: Any) -> None:
-        if hasattr(module, "tmp_raw_input_scales"):  # a load in groups may end without it
+        if hasattr(module, "tmp_raw_input_scales"):  # a load in groups may end without process_weights_after_loading
             self.process_weights_after_loading(module)
         super().transform_weights(module)

@@ -1,4 +1,4 @@
-"""The kernel classes that this process may use, and which of them serve a layer."""
+"""Select the kernel classes that this process may use, and decide which of them serve a layer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .describe import LayerQuery
 def candidate_kernels(device: str | None = None, quant_algo: str | None = None) -> dict[str, type[Kernel]]:
     """Map each family to its kernel class, in order, for layers of a format on ``device`` (default: torch's default device).
 
-    Layers of TensorRT-LLM are on the GPU. If torch sees no suitable card, the family's torch class stands in. Kernels that run
-    on the CPU (Triton in its interpreter) are used themselves.
+    TensorRT-LLM's layers are on the GPU. If torch sees no suitable card, the family's torch class is used instead. Kernels that
+    can run on the CPU (Triton in its interpreter) need no replacement.
     """
     on_gpu = host.installed() or torch.device(device or torch.get_default_device()).type == "cuda"
     cpu = torch.device("cpu")
@@ -38,7 +38,7 @@ def resolve(
     If the format is unknown, every format is tried. ``kernels`` is the result of ``candidate_kernels`` for the layer's format.
     """
     shape, deployment = question
-    # The embedded host runs on any machine, so with it all facts except the switch are unknown.
+    # The embedded TensorRT-LLM runs on any machine, so all facts except the switch are then unknown.
     known = environment.probe(host.state()) if host.installed() else Environment()
     facts = replace(known, enabled=settings.ENABLED())
     resolutions = []
@@ -59,7 +59,7 @@ def resolve(
 def _card_suits(features: KernelFeatures) -> bool:
     if not torch.cuda.is_available():
         return False
-    sm = environment.probe(host.state()).sm if host.installed() else None  # asking torch would create a CUDA context
+    sm = environment.probe(host.state()).sm if host.installed() else None  # torch would create a CUDA context
     if not sm:
         major, minor = torch.cuda.get_device_capability()
         sm = 10 * major + minor

@@ -10,28 +10,28 @@ from typing import Any
 from trtllm_b12x.core import hook, locks
 
 building = locks.new()
-"""Lock for building layers. Held while the host imports modules and constructs layers."""
+"""Lock for building layers, held while TensorRT-LLM imports modules and constructs layers."""
 lock = locks.new()
 """Lock for the patch list. Import nothing while holding it: the import hook takes it while it holds the module's import lock."""
 
 
 active = False
-"""Promotion is on in this process."""
+"""True if promotion is on in this process."""
 refused = ""
 """Reason why TensorRT-LLM stays unpatched in this process; empty if none is known."""
 refused_sizes: dict[int, Exception] = {}
-"""Intermediate sizes that the host refuses for its NVFP4 layers and ours serve, with the host's error."""
+"""TensorRT-LLM's error, by intermediate size that it refuses for its NVFP4 layers and our layers serve."""
 _patches: dict[tuple[ModuleType, str], tuple[Any, Any]] = {}
-"""Module, and the name that is rebound there, with the original and what took its place."""
+"""Original and replacement, by module and rebound name."""
 
 
 def put(module: ModuleType, name: str, ours: Any) -> None:
-    _patches[module, name] = vars(module)[name], ours  # after a reload it takes the place of the earlier entry
+    _patches[module, name] = vars(module)[name], ours  # after a reload this replaces the earlier entry
     setattr(module, name, ours)
 
 
 def restore() -> None:
-    """Watch no more imports. Restore the originals, except names that another package has rebound since."""
+    """Stop watching imports. Restore the originals, except names that another package has rebound since."""
     with lock:
         hook.stop()
         for (module, name), (original, ours) in _patches.items():
@@ -46,16 +46,16 @@ def names() -> tuple[str, ...]:
 
 
 def raise_if_refused(intermediate_size: Any, quant_algo: str | None) -> None:
-    """Raise the host's error if it refuses the size. A layer that is not ours would then compute garbage."""
+    """Raise TensorRT-LLM's error if it refuses the size, for which its own layer would compute garbage."""
     if quant_algo == "NVFP4" and (error := refused_sizes.get(intermediate_size)) is not None:
         raise error
 
 
 @contextmanager
 def known_as_cutlass(names: dict[str, Any], ours: type | None) -> Iterator[None]:
-    """Bind ``CutlassFusedMoE`` in ``names`` to ``ours`` during ``create_moe_backend``. None: keep it, but wait for other threads.
+    """Bind ``CutlassFusedMoE`` in ``names`` to ``ours`` during ``create_moe_backend``. For None, only wait for other threads.
 
-    Every generation tests the class there against that name, with ``==``, ``in`` or ``is``, and refuses unknown classes.
+    Every generation's ``create_moe_backend`` compares the class with that name (``==``, ``in`` or ``is``) and refuses others.
     """
     with building:
         before = names["CutlassFusedMoE"]

@@ -1,6 +1,6 @@
 """Promote layers: rebind functions of TensorRT-LLM so that it builds our MoE layer. Each patch says why, how, and when it can go.
 
-All patches are module attributes that the host looks up when it builds a layer. References that other modules took earlier
+All patches are module attributes that TensorRT-LLM looks up when it builds a layer. References that other modules took earlier
 check the same switch, so ``uninstall`` also disables them.
 """
 
@@ -27,8 +27,8 @@ from .host import Host
 def install() -> None:
     """Promote in this process, before or after TensorRT-LLM is imported. Idempotent and thread-safe.
 
-    ``TRTLLM_B12X=0`` patches nothing. This function does not import TensorRT-LLM. If it is not installed, the embedded host is
-    patched. An unknown TensorRT-LLM is left unpatched, with a warning.
+    ``TRTLLM_B12X=0`` patches nothing. This function does not import TensorRT-LLM. If TensorRT-LLM is not installed, the
+    embedded one is patched. An unknown TensorRT-LLM stays unpatched, with a warning.
     """
     if not settings.ENABLED():
         return
@@ -55,8 +55,8 @@ def _turn_on() -> None:
 def uninstall() -> None:
     """Restore the rebound names. References that others took meanwhile then call the original function.
 
-    Existing layers are unchanged. Build every class that ``get_moe_cls`` returned before this call: the original
-    ``create_moe_backend`` does not accept it.
+    Existing layers are unchanged. Before this call, build every class that ``get_moe_cls`` has returned: the original
+    ``create_moe_backend`` does not accept ours.
     """
     with patches.lock:
         patches.active, patches.refused, hook.failure = False, "", ""
@@ -64,20 +64,20 @@ def uninstall() -> None:
 
 
 def patch(module: ModuleType) -> None:
-    """Rebind the names of one TensorRT-LLM module (``core.hook.WATCHED``), all or none: ValueError if it lacks one.
+    """Rebind all names of one TensorRT-LLM module (``core.hook.WATCHED``). Raise ValueError if the module lacks one.
 
-    ``create_moe.get_moe_cls`` (generations A and B). Why: the host builds and wraps whatever class it returns, and has no
-    registry for the CUTLASS name. How: rebind the module attribute, which ``create_moe`` looks up globally and
-    ``ConfigurableMoE`` imports at call time, and every earlier reference in TensorRT-LLM modules. It can go when the host offers
-    an entry point for backends. Upstream decided against promoting CUTLASS (PR 13773).
+    ``create_moe.get_moe_cls`` (generations A and B). Why: TensorRT-LLM builds and wraps any class that it returns, and
+    has no registry for the CUTLASS name. How: rebind the module attribute, which ``create_moe`` looks up globally and
+    ``ConfigurableMoE`` imports at call time, and every earlier reference in TensorRT-LLM modules. It can go when TensorRT-LLM
+    offers an entry point for backends. Upstream decided against promoting CUTLASS (PR 13773).
 
-    ``create_moe.create_moe_backend`` (every generation). Why: only here are the activation, bias and router weight of a layer
-    known. It refuses every class that it does not name, also from C1 on, where ``get_moe_cls`` is gone (``moe_resolution``). How:
-    as above; during the call, its name for the CUTLASS class refers to our class. It can go with the other.
+    ``create_moe.create_moe_backend`` (every generation). Why: only this function knows a layer's activation, bias and router
+    weight. It refuses every class that it does not name, also from C1 on, where ``moe_resolution`` replaces ``get_moe_cls``. How:
+    as above; during the call, its name for the CUTLASS class refers to our class. It can go with the patch of ``get_moe_cls``.
 
     ``create_moe.resolve_moe_cls`` (from C1 on). Why: it raises if no TensorRT-LLM class serves the format on this card, or
-    NVFP4 of a size whose gate and up do not fill tiles of 128 rows (PR 18520). How: catch the error and return our base class;
-    for a size, if the host accepts it padded. It can go when its tables accept classes from other packages.
+    if gate and up of NVFP4 do not fill tiles of 128 rows (PR 18520). How: catch the error and return our base class; for such a
+    size, only if it accepts the padded one. It can go when ``moe_resolution`` accepts classes from other packages.
     """
     if not settings.ENABLED():
         return
@@ -109,7 +109,7 @@ def patch(module: ModuleType) -> None:
 
 
 def _adapter() -> Host | None:
-    """Return the adapter of this TensorRT-LLM while promotion is on. None: leave it unpatched."""
+    """Return the ``Host`` of this TensorRT-LLM while promotion is on, or None if TensorRT-LLM stays unpatched."""
     if not patches.active or patches.refused:
         return None
     with patches.building:
@@ -131,7 +131,7 @@ def _resolve(model_config: Any, quantization: dict[str, Any], arguments: dict[st
 
 
 def _our_class() -> Any:
-    # Import at the first promotion: the host package is half-initialized when the import hook runs.
+    # Import at the first promotion: TensorRT-LLM is half-initialized when the import hook runs.
     with patches.building:
         from .fused_moe import FlashInferNvfp4Sm12xFusedMoE
 
@@ -141,23 +141,23 @@ def _our_class() -> Any:
 _NO_SM12X_KERNEL = "CuteDslFusedMoE"
 """Name of the class whose NVFP4 kernels exist only for SM100. Used on SM12x, it fails at run time (TensorRT-LLM PR 11997).
 
-So does ``TRTLLMGenFusedMoE``, but models read that name for features that CUTLASS lacks: decoder layers of DeepSeek-V3,
-Qwen3-MoE, Qwen3-Next and GLM4-MoE compare ``model_config.moe_backend`` with it before they pass ``do_finalize=False`` and
-unpack a list, and ``DeepseekV3Gate`` makes its bias bfloat16 (``models/modeling_*.py``). They compare with no other name.
+``TRTLLMGenFusedMoE`` fails too, but models compare ``model_config.moe_backend`` with TRTLLM for features that CUTLASS lacks.
+Decoder layers of DeepSeek-V3, Qwen3-MoE, Qwen3-Next and GLM4-MoE then pass ``do_finalize=False`` and unpack a list.
+``DeepseekV3Gate`` then makes its bias bfloat16 (``models/modeling_*.py``). Models compare with no other name.
 """
 _NAMED_BY_MODELS = "TRTLLMGenFusedMoE"
 
 _HOSTS_B12X = "CuteDslB12xFusedMoE"
-"""b12x class of TensorRT-LLM (PR 13773). It compiles with any CuTe DSL payload and dies with a wrong one (issue 15853)."""
+"""b12x class of TensorRT-LLM (PR 13773). It compiles with any CuTe DSL payload and fails with a wrong one (issue 15853)."""
 
 ANY_IMPLEMENTATION = ("CUTLASS", "AUTO", "TRTLLM")
-"""Values of ``moe_backend`` that accept any class. Other names select one."""
+"""Values of ``moe_backend`` that accept any class. Other values select one class."""
 
 _PAYLOAD = (RejectReason.DSL_MISSING, RejectReason.DSL_PAYLOAD, RejectReason.TOOLKIT)
 
 
 def _or_host(choice: Any, choose: Callable[[], Any]) -> Any:
-    """Return ``choose()``. After an error of ours promotion is off, and ``choice``, that of the host, stays."""
+    """Return ``choose()``. If it raises, turn promotion off and return TensorRT-LLM's ``choice``."""
     try:
         return choose()
     except Exception as error:
@@ -219,7 +219,7 @@ def _class_for(moe_cls: Any, model_config: Any, override: Any) -> Any:
 
 
 def _class_without_host_path(model_config: Any, override: Any) -> Any:
-    """Return the CUTLASS class if the host refuses such a layer and our kernels serve all its calls. Else log why."""
+    """Return the CUTLASS class if TensorRT-LLM refuses the layer and our kernels serve all its calls. Else log the reason."""
     trtllm = _adapter()
     if trtllm is None or str(getattr(model_config, "moe_backend", "")).upper() not in ANY_IMPLEMENTATION:
         return None
@@ -235,10 +235,10 @@ def _class_without_host_path(model_config: Any, override: Any) -> Any:
 
 
 def _class_of_padded_size(resolve_moe_cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Exception) -> Any:
-    """Return the CUTLASS class if the host refuses an NVFP4 layer for its size alone and our layer, which pads, serves it."""
+    """Return the CUTLASS class if TensorRT-LLM refuses an NVFP4 layer only for its size and our padded layer serves it."""
     trtllm, (model_config, override), size = _adapter(), _config_of(args, kwargs), kwargs.get("intermediate_size")
     quantization = describe.quantization_of(model_config, override) or {}
-    tile = 64 * max(1, int(getattr(getattr(model_config, "mapping", None), "moe_tp_size", 1)))  # of gate and of up
+    tile = 64 * max(1, int(getattr(getattr(model_config, "mapping", None), "moe_tp_size", 1)))  # rows per gate and per up
     if trtllm is None or not size or size % tile == 0 or quantization.get("quant_algo") != "NVFP4":
         return None
     verdict = _resolve(model_config, quantization, kwargs)
@@ -247,7 +247,7 @@ def _class_of_padded_size(resolve_moe_cls: Any, args: tuple[Any, ...], kwargs: d
         return None
     try:
         moe_cls = resolve_moe_cls(*args, **{**kwargs, "intermediate_size": -(-size // tile) * tile})
-    except ValueError:  # it refuses something else, too
+    except ValueError:  # TensorRT-LLM refuses the layer for another reason, too
         return None
     if moe_cls is not trtllm.CutlassFusedMoE:
         return None
@@ -279,7 +279,7 @@ def _building(names: dict[str, Any], create_moe_backend: Any) -> Any:
                 raise
             _raise_if_refused(call)
             call.arguments["moe_cls"] = moe_cls.host_class
-            module = create_moe_backend(*call.args, **call.kwargs)  # or raise the host error
+            module = create_moe_backend(*call.args, **call.kwargs)  # or raise TensorRT-LLM's error
             refuse(error)
         if verdict is not None and not ours:
             with guard.bookkeeping():
@@ -300,31 +300,31 @@ def _backend_for(call: inspect.BoundArguments, host_class: Any) -> tuple[Any, Re
     trtllm = _adapter()
     if trtllm is None:
         return host_class, None
-    arguments = {**call.arguments, **call.kwargs}  # the second has those of a ** parameter
+    arguments = {**call.arguments, **call.kwargs}  # call.kwargs has the arguments of a ** parameter
     model_config = arguments.get("model_config")
     moe_cls = _without_broken_b12x(arguments["moe_cls"], trtllm)
     promoted_before = arguments["moe_cls"] is not host_class
     if not promoted_before and moe_cls is not trtllm.CutlassFusedMoE:
         _name_cutlass(model_config, arguments)
         return moe_cls, None
-    # get_moe_cls may have decided by the quantization of one layer, which the model's is not.
+    # get_moe_cls may have used the quantization of one layer, which can differ from the model's.
     quantization = {} if promoted_before else describe.quantization_of(model_config) or {}
     verdict = _resolve(model_config, quantization, arguments)
-    # If get_moe_cls exists, it has already decided. Otherwise the host always asks for CutlassFusedMoE.
+    # If get_moe_cls exists, it has already decided. Otherwise TensorRT-LLM always passes CutlassFusedMoE.
     undecided = promoted_before or not trtllm.has_get_moe_cls
     if not verdict.served:
         if undecided:
             announce(verdict, "MoE layer", _rank(model_config))
         return trtllm.CutlassFusedMoE, verdict
     if not undecided:
-        return moe_cls, None  # the caller named the host class explicitly
+        return moe_cls, None  # the caller named TensorRT-LLM's class explicitly
     if str(getattr(model_config, "moe_backend", "")).upper() == "TRTLLM":
         _warn_of_trtllm(model_config)
     return _our_class(), verdict
 
 
 def _name_cutlass(model_config: Any, arguments: dict[str, Any]) -> None:
-    """Say how W4A16_NVFP4 experts get our kernels. TensorRT-LLM resolves AUTO to CUTEDSL for that label (PR 16511)."""
+    """Log how to run W4A16_NVFP4 experts on our kernels. TensorRT-LLM resolves AUTO to CUTEDSL for them (PR 16511)."""
     with guard.bookkeeping():
         quantization = describe.quantization_of(model_config) or {}
         named = str(getattr(model_config, "moe_backend", "")).upper() == "CUTEDSL"
@@ -336,7 +336,7 @@ def _name_cutlass(model_config: Any, arguments: dict[str, Any]) -> None:
 
 
 def _warn_of_trtllm(model_config: Any) -> None:
-    """Warn about backend TRTLLM. From C1 on the host itself uses CUTLASS instead, but the model still assumes TRTLLM."""
+    """Warn about backend TRTLLM. From C1 on TensorRT-LLM uses CUTLASS instead, but the model still assumes TRTLLM."""
     if not _rank(model_config):
         message = "moe_backend TRTLLM has no FP4 kernels for this card, and models expect what only it does"
         log.once(f"{message}: set moe_config.backend: CUTLASS, whose decode is then ours")
@@ -353,7 +353,7 @@ def _rank(model_config: Any) -> int:
 
 
 def _without_broken_b12x(moe_cls: Any, trtllm: Host) -> Any:
-    """Replace TensorRT-LLM's b12x class by CUTLASS if the payload check shows that its kernels will not compile."""
+    """Replace TensorRT-LLM's b12x class with CUTLASS if the payload check shows that its kernels will not compile."""
     if getattr(moe_cls, "__name__", "") != _HOSTS_B12X:
         return moe_cls
     payload = environment.probe(host.state(), always_look=True)  # even if our b12x is unavailable for another reason

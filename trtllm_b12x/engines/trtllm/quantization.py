@@ -1,4 +1,4 @@
-"""Define the base of our quantization methods, for any number format. Importing this module loads the host."""
+"""Define the base of our quantization methods, for any number format. Importing this module imports TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .host import load
 
 _HOST = load()
 _Method: Any = object
-"""The host's class for the format, as the mixin sees it."""
+"""Stand-in base class for TensorRT-LLM's method of the format."""
 
 
 class Method(_Method):
-    """Base of a quantization method whose tensors serve both the host's path and our kernels.
+    """Base of a quantization method whose tensors serve both TensorRT-LLM's path and our kernels.
 
     The intermediate size is padded to a multiple of ``tile``, which suits every eligible kernel.
     """
@@ -32,7 +32,7 @@ class Method(_Method):
     stored: ClassVar[tuple[str, ...]] = ("w3_w1_weight", "w2_weight", "w3_w1_weight_scale", "w2_weight_scale")
     """Parameters that hold the checkpoint's codes and block scales."""
     read_by_kernels: itemgetter[Any]
-    """Get the parameters that kernels read, or that a call derives a value from."""
+    """Getter of the parameters that kernels read or that a call derives a value from."""
 
     def __init__(self, tile: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Method(_Method):
         return self._views(module)
 
     def _views(self, module: Any, also: tuple[str, ...] = (), **others: Any) -> Weights:
-        """Return codes and block scales with ``others``. Kernels read the parameters ``also`` too."""
+        """Return codes and block scales with ``others``. Kernels also read the parameters named in ``also``."""
         for name in (*self.stored, *also):
             tensor = getattr(module, name)
             if not tensor.is_contiguous() or tensor.data_ptr() % 16:
@@ -76,11 +76,11 @@ class Method(_Method):
         """Raise ValueError if kernels cannot serve the loaded weights. May synchronize."""
 
     def scale_ratio(self, module: Any) -> float:
-        """Return the largest ratio of gate's and up's scales of an expert, 1 if CUTLASS applies both. Synchronizes."""
+        """Return the largest ratio between an expert's gate and up scales, 1 if CUTLASS applies both. May synchronize."""
         return 1.0
 
     def padding_bytes(self, module: Any) -> int:
-        """Return the bytes of zero padding in codes and block scales on this rank, including the host's own padding."""
+        """Return the bytes of zero padding in codes and block scales on this rank, including TensorRT-LLM's own padding."""
         logical, padded = module.intermediate_size_per_partition, self.intermediate_size(module)
         total = sum(getattr(module, name).data.nbytes for name in self.stored)
         return int(total * (padded - logical) // padded)
@@ -92,7 +92,7 @@ class Method(_Method):
 class PaddedMethod(Method):
     """Base of a method that pads each half of FC1, and the columns of FC2, to the tile, after tensor parallelism has cut them."""
 
-    # The host looks at the names of these arguments (``inspect.getfullargspec``) before it passes the last two.
+    # TensorRT-LLM inspects the names of these arguments (``inspect.getfullargspec``) before it passes the last two.
 
     def load_expert_w3_w1_weight(
         self,
@@ -105,8 +105,8 @@ class PaddedMethod(Method):
     ) -> None:
         """Copy this rank's rows, as bytes. Each half goes to the start of its own half of ``dst (r*T, ...)``.
 
-        Without a gate only w1 is used; hosts pass None or a tensor without rows as w3. A half that is None is left unchanged
-        (partial loading).
+        Without a gate only w1 is used; TensorRT-LLM passes None or a tensor without rows as w3. A half that is None stays
+        unchanged (partial loading).
         """
         halves = (w3_weight, w1_weight) if module.is_gated_activation else (w1_weight,)
         for half, destination in zip(halves, dst_w3_w1_weight.view(torch.uint8).chunk(len(halves)), strict=True):
@@ -119,7 +119,7 @@ class PaddedMethod(Method):
         self._place(module, w2_weight, "ROW", dst_w2_weight.view(torch.uint8))
 
     def _place_scales(self, destination: torch.Tensor, place: Callable[[torch.Tensor], None]) -> None:
-        """Let ``place`` write block scales into a matrix of bytes, a row for each row of the weights. Then interleave them."""
+        """Let ``place`` write block scales into a byte matrix with one row per weight row. Then interleave them."""
         rows = interleaved_rows(destination).flatten(0, 2).flatten(1)
         place(rows)
         interleave(rows, destination)
@@ -128,7 +128,7 @@ class PaddedMethod(Method):
     def _place(module: Any, tensor: torch.Tensor | None, mode: str, destination: torch.Tensor) -> None:
         """Copy this rank's slice into the upper left corner and zero the rest.
 
-        On integrated GPUs the host leaves the slice on the CPU, whatever device it is asked for.
+        On integrated GPUs TensorRT-LLM leaves the slice on the CPU, whatever device is passed.
         """
         if tensor is None:
             return

@@ -1,4 +1,4 @@
-"""``MXFP4Sm12xFusedMoEMethod``: the host's MXFP4 parameters as they are, and the kernels' view of them."""
+"""Define ``MXFP4Sm12xFusedMoEMethod``: TensorRT-LLM's unchanged MXFP4 parameters, and the kernels' view of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BIASES = ("w3_w1_bias", "w2_bias")
 
 
 class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
-    """MXFP4 method for our kernels. The host creates and loads the tensors, and its path reads them with activations in MXFP8.
+    """MXFP4 method for our kernels. TensorRT-LLM creates and loads the tensors, and reads them with MXFP8 activations.
 
     With E local experts, T = round_up(I, 128) and Hp = round_up(H, 128): ``w3_w1_weight (E, 2T, Hp/16)`` and ``w2_weight (E, Hp,
     T/16)`` int64; ``w3_w1_weight_scale (E, 2T, Hp/128)`` and ``w2_weight_scale (E, Hp, T/128)`` int32, four E8M0 each, 128x4-
@@ -55,7 +55,7 @@ class MXFP4Sm12xFusedMoEMethod(Method, W4A8MXFP4MXFP8CutlassFusedMoEMethod):
         return self._views(module, _BIASES, epilogue=self._biases(module)) if module.bias else self._views(module)
 
     def _biases(self, module: Any) -> Epilogue:
-        """Return the biases. FC2's counts on tensor-parallel rank 0 alone (``finalizeMoeRoutingKernelLauncher``)."""
+        """Return the biases. Only tensor-parallel rank 0 applies FC2's bias (``finalizeMoeRoutingKernelLauncher``)."""
         fc1, fc2 = module.w3_w1_bias.data, module.w2_bias.data
         if module.tp_rank:
             form = {"dtype": fc2.dtype, "device": fc2.device}

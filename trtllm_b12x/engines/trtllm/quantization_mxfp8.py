@@ -1,4 +1,4 @@
-"""``MXFP8Sm12xFusedMoEMethod``: the host's MXFP8 parameters, and the kernels' view of them."""
+"""Define ``MXFP8Sm12xFusedMoEMethod``: TensorRT-LLM's MXFP8 parameters, and the kernels' view of them."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from .quantization import PaddedMethod
 MXFP8CutlassFusedMoEMethod: Any = load().methods.get("MXFP8", object)
 
 _TILE = 128
-"""Rows, and columns in four blocks, that a tile of interleaved scales has."""
+"""Rows per tile of interleaved scales, and also columns per tile (four blocks)."""
 
 
 class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
-    """MXFP8 method for our kernels. The host's is for SM100: its parameters are kept, and its operator is never called.
+    """MXFP8 method for our kernels. TensorRT-LLM's method is for SM100: we keep its parameters and never call its operator.
 
     With E local experts, T the intermediate size of this rank on the tile, and r = 2 if gated: ``w3_w1_weight (E, r*T, H)`` and
     ``w2_weight (E, H, T)`` float8_e4m3fn; ``w3_w1_weight_scale (E, round_up(r*T, 128), H/128)`` and ``w2_weight_scale (E, H,
-    round_up(T, 128)/128)`` int32, four E8M0 each, 128x4-interleaved per expert as they are loaded (the host's layout,
-    ``MXFP8CutlassFusedMoEMethod`` of ``quantization.py``, C2; the host asks for multiples of 128, where nothing is padded).
+    round_up(T, 128)/128)`` int32, four E8M0 each, 128x4-interleaved per expert as they are loaded. This is the layout of
+    ``MXFP8CutlassFusedMoEMethod`` in ``quantization.py`` (C2), which requires multiples of 128 and thus pads nothing.
     """
 
     format = "MXFP8"
     read_by_kernels = itemgetter(*PaddedMethod.stored)
 
     def create_weights(self, module: Any) -> None:
-        """Raise ValueError if the hidden size is no multiple of 128."""
+        """Raise ValueError if the hidden size is not a multiple of 128."""
         experts, hidden = module.expert_size_per_partition, module.hidden_size
         if hidden % _TILE:
             raise ValueError(f"hidden size {hidden} is no multiple of {_TILE}")
         size = -(-module.intermediate_size_per_partition // self.tile) * self.tile
         rows = size * (2 if module.is_gated_activation else 1)
         module.scaling_vector_size = BLOCK_SIZE
-        # The base of the host's own method, which asserts sizes that its operator needs.
+        # Skip TensorRT-LLM's own method, which asserts sizes that its operator needs.
         super(MXFP8CutlassFusedMoEMethod, self).create_weights(
             module, torch.float8_e4m3fn, (experts, rows, hidden), (experts, hidden, size)
         )
         shapes = {"w3_w1_weight_scale": (_tiles(rows) * _TILE, _tiles(hidden)), "w2_weight_scale": (hidden, _tiles(size))}
         for name, shape in shapes.items():
-            # NaN until it is loaded: what a checkpoint lacks is seen.
+            # Scales are NaN until they are loaded, so that missing checkpoint tensors show up.
             scales = torch.nn.Parameter(torch.full((experts, *shape), -1, dtype=torch.int32), requires_grad=False)
             module.register_parameter(name, scales)
         self.setup_quant_scales(module)
 
     def load_quant_scales(self, module: Any, weights: Mapping[str, torch.Tensor]) -> None:
-        """E8M0 bytes of each local expert, ``weight_scale`` or, as some producers name it, ``weight_scale_inv``.
+        """Load E8M0 bytes of each local expert from ``weight_scale`` or, as some producers name it, ``weight_scale_inv``.
 
-        What is missing stays as it was (partial loading). Raise ValueError if scales of stacked experts are not those of blocks
-        along the inner dimension.
+        Missing scales stay unchanged (partial loading). Raise ValueError if the blocks of stacked scales do not lie along the
+        inner dimension.
         """
         height = module.w3_w1_weight.shape[1]
         for slot, expert in enumerate(module.initial_local_expert_ids):
@@ -69,7 +69,7 @@ class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
             self._place_scales(module.w2_weight_scale.data[slot], place_fc2)
 
     def process_weights_after_loading(self, module: Any) -> None:
-        """Nothing is staged: hosts that stage scales interleave here what they wrote themselves."""
+        """Skip TensorRT-LLM's method, which interleaves scales that it staged. We stage nothing."""
         super(MXFP8CutlassFusedMoEMethod, self).process_weights_after_loading(module)
 
 
@@ -78,10 +78,10 @@ def _tiles(size: int) -> int:
 
 
 def _scales(module: Any, weights: Mapping[str, torch.Tensor], expert: int) -> tuple[torch.Tensor | None, ...]:
-    """w1's, w3's and w2's, rows first."""
+    """Return the scales of w1, w3 and w2, rows first."""
     if module.weight_loading_mode.name != "FUSED_GATE_UP_PROJ":
         return tuple(_scale(weights, f"{expert}.{name}.") for name in ("w1", "w3", "w2"))
-    # Stacked as hosts take other formats' (``MXFP4WeightFusedMoEMethod``): inner dimension first, gate before up.
+    # Scales are stacked as in ``MXFP4WeightFusedMoEMethod``: inner dimension first, gate before up.
     scales = [_scale(weights, f"{name}_") for name in ("gate_up_proj", "down_proj")]
     for stacked, inner in zip(scales, (module.hidden_size, module.intermediate_size), strict=True):
         if stacked is not None and stacked.shape[1] != inner // BLOCK_SIZE:

@@ -1,7 +1,7 @@
-"""How TensorRT-LLM's routing methods turn router logits into routes, for layers whose kernel does it itself.
+"""Describe how TensorRT-LLM's routing methods turn logits into routes, for layers whose kernel routes by itself.
 
-Read in ``fused_moe/routing.py`` of August 2026. Methods are known by their class: classes of one ``RoutingMethodType`` compute
-different things. The others stay with TensorRT-LLM: groups, ``DeepSeekV4`` and ``SqrtSoftplus`` (square root of softplus),
+Source: ``fused_moe/routing.py`` of August 2026. The class identifies a method: classes of one ``RoutingMethodType`` compute
+different functions. TensorRT-LLM routes for all others: groups, ``DeepSeekV4`` and ``SqrtSoftplus`` (square root of softplus),
 ``Llama4`` (no softmax), ``Static``, ``LoadBalanced`` and ``SparseMixer``, and those that model files define (gemma-4, Kimi K3).
 """
 
@@ -24,17 +24,17 @@ METHODS = {
     "MiniMaxM3MoeRoutingMethod": Scoring("sigmoid_tanh", bias=True),
     "SigmoidRenormMoeRoutingMethod": Scoring("sigmoid"),
 }
-"""Name of the class to what it computes. ``noaux_tc_op`` of DeepSeekV3 and MiniMaxM3 takes sigmoids by tanh."""
+"""Scoring by class name. ``noaux_tc_op`` of DeepSeekV3 and MiniMaxM3 computes sigmoids with tanh."""
 
 
 def scoring_of(method: Any) -> Scoring | None:
-    """Return what a routing method computes; None if it is not known, or has groups or 16-bit weights."""
+    """Return the scoring of a routing method, or None if the method is unknown or has groups or 16-bit weights."""
     known = METHODS.get(type(method).__name__)
     separated = getattr(method, "requires_separated_routing", False)
     if known is None or separated or getattr(method, "output_dtype", torch.float32) is not torch.float32:
         return None
     factor = 1.0
-    if known.kind == "sigmoid_tanh":  # an attribute that is elsewhere in a newer version is an error: TensorRT-LLM routes then
+    if known.kind == "sigmoid_tanh":  # if a newer version moved an attribute, this raises and TensorRT-LLM routes
         if method.routing_impl.n_group not in (0, 1):
             return None
         factor = float(method.routing_impl.routed_scaling_factor)
@@ -42,20 +42,20 @@ def scoring_of(method: Any) -> Scoring | None:
 
 
 def takes(scoring: Scoring, logits: torch.Tensor) -> bool:
-    """Return whether logits of this dtype are routed as TensorRT-LLM does it: it takes sigmoids in their own dtype."""
+    """Return whether kernels route logits of this dtype as TensorRT-LLM does, which computes sigmoids in the logits' dtype."""
     return logits.dtype is torch.float32 or (scoring.kind == "softmax" and logits.dtype is torch.bfloat16)
 
 
 class RoutesItself:
-    """Mixin of our layer, for calls that come with router logits alone."""
+    """Mixin of our layer for calls that come with router logits and without ids."""
 
     _gets_logits: ClassVar[bool]
-    """Calls of this host have router logits: from ``run_moe(ctx)`` on."""
+    """True if calls carry router logits, as in generations with ``run_moe(ctx)``."""
     _reads_ids: Any
     """Return True if TensorRT-LLM itself may read the ids of a call (``Host.reads_ids``)."""
 
     def _scoring(self: Any) -> Scoring | None:
-        """Return how calls are routed, if they may come with router logits alone; None if TensorRT-LLM always routes them."""
+        """Return how to route calls that may come without ids, or None if TensorRT-LLM always routes them."""
         deployment, scoring = self._deployment, None
         uneven = self.expert_size_per_partition * self.ep_size != self.num_experts
         if not self._gets_logits or self.apply_router_weight_on_input or self._alltoall or uneven:
@@ -64,12 +64,12 @@ class RoutesItself:
             return None
         with suppress(AttributeError):
             scoring = scoring_of(self.routing_method)
-        # Sigmoids may differ in their last bits from those of TensorRT-LLM, by which another rank may route the same call.
+        # Sigmoids may differ in their last bits from TensorRT-LLM's, which another rank may use to route the same call.
         alone = self.tp_size * self.ep_size == 1
         return scoring if scoring is None or alone or scoring.kind == "softmax" else None
 
     def _takes_logits(self: Any) -> bool:
-        """Return whether the next call may come with router logits alone."""
+        """Return whether the next call may come with router logits and without ids."""
         try:
             return bool(self.dispatch.schedule.routing) and not self._reads_ids()
         except Exception as error:

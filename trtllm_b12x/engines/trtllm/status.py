@@ -48,7 +48,7 @@ class Status:
     padding_bytes: int = 0
     """Zero padding of codes and block scales to the kernels' tile, including the padding that TensorRT-LLM itself adds."""
     scalar_bytes: int = 0
-    """Per-expert scalars that we add to TensorRT-LLM's own."""
+    """Per-expert scalars that we add to TensorRT-LLM's scalars."""
     workspace_bytes: int = 0
     """Scratch memory. Layers of the same geometry share it."""
     kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -56,11 +56,11 @@ class Status:
     crossovers: dict[str, str] = field(default_factory=dict)
     """Path per token count for each geometry, and the source of that choice."""
     host_paths: dict[str, str] = field(default_factory=dict)
-    """Error of the engine's own path for each geometry, or why it is not judged."""
+    """Error of TensorRT-LLM's own path for each geometry, or the reason why it is not judged."""
 
 
 def record(module: Any, verdict: Resolution, ready: bool) -> None:
-    """Record a layer and its latest verdict. ``ready``: its weights are loaded, or nothing waits for them."""
+    """Record a layer and its latest verdict. ``ready`` is True if the layer's weights are loaded or nothing waits for them."""
     with _lock:
         _, was_ready = _layers.get(module, (verdict, False))
         _layers[module] = verdict, ready or was_ready
@@ -71,8 +71,8 @@ def record(module: Any, verdict: Resolution, ready: bool) -> None:
 def alive() -> list[tuple[Any, Resolution]]:
     """Return the layers that still exist, in order of construction.
 
-    The host builds a model on meta tensors first and, if that fails, builds it again. Layers of a failed attempt do not count.
-    Nor do layers of other pipeline ranks, whose weights the host removes (``modeling_utils.remove_weights``).
+    TensorRT-LLM builds a model on meta tensors first and, if this fails, builds it again. Layers of a failed attempt do not
+    count. Layers of other pipeline ranks, whose weights TensorRT-LLM removes (``modeling_utils.remove_weights``), do not either.
     """
     with _lock:
         for module in [module for module in _layers if getattr(module, "_weights_removed", False)]:

@@ -1,4 +1,4 @@
-"""vLLM: experts on our kernels, which read its tensors in place, and the rebound names. The only code that imports vllm.
+"""vLLM adapter: experts on our kernels, which read vLLM's tensors in place, and the rebound names. Only this code imports vllm.
 
-vLLM calls ``plugin.register`` in each of its processes; everything else is imported when it chooses experts.
+vLLM calls ``plugin.register`` in each of its processes; everything else is imported when vLLM chooses experts.
 """

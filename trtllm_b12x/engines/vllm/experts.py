@@ -33,14 +33,14 @@ from .facts import Slot
 class Sm12xExperts(mk.FusedMoEExpertsModular):
     """Experts of one layer in one slot. Weights are vLLM's own tensors, read in place, and bound again when one moves.
 
-    Kernels are bound in the first call, which vLLM makes in its profile run: the MXFP8 methods call no hook before it.
+    Kernels are bound in the first call, which vLLM makes in its profile run: the MXFP8 methods do not call a hook before it.
     """
 
     slot: ClassVar[Slot]
     theirs: ClassVar[type[Any] | None] = None
-    """vLLM's own experts for the same tensors, which serve beyond our kernels."""
+    """vLLM's own experts class for the same tensors. It serves the calls that our kernels do not."""
     rival: ClassVar[type[Any] | None] = None
-    """vLLM's own choice for tensors that loading changes, so that one of the two serves every call."""
+    """Experts class of vLLM's choice if weight loading converts its tensors differently. One of the two then serves all calls."""
     scoring: ClassVar[Scoring | None] = None
     """How the layer routes, if its calls come with router logits (``monolithic.py``)."""
 
@@ -48,7 +48,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
     ) -> None:
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
-        # Some methods of vLLM load no bias that the model has, and their experts add none.
+        # Some vLLM methods do not load the model's bias, and their experts do not add it.
         bias = None if self.w1_bias is None else self.w1_bias.dtype
         self.geometry = replace(problem.geometry_of(moe_config, self.slot), bias=bias)
         self.dispatch = LayerDispatch(machine.candidate_kernels(self.slot, machine.device_of(moe_config)))
@@ -58,7 +58,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         self._addresses: tuple[int, ...] = ()
         self._first_expert, self._layer_name = 0, "a MoE layer"
         self._local: torch.Tensor | None = None
-        """Local id of each global id plus 1, between two -1, if this rank's experts are not neighbors."""
+        """Local ids at index global id + 1, with -1 at both ends. None if this rank's experts are contiguous."""
         self._scratch: dict[int, int] = {}
         """Bytes that kernels need by number of tokens."""
         self.fault = ""
@@ -69,16 +69,16 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
     def is_supported_config(
         cls: type[Sm12xExperts], moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
     ) -> tuple[bool, str | None]:
-        """Answer vLLM's oracle. Kernels are planned and tested here: a fault leaves vLLM's own choice."""
+        """Answer vLLM's oracle. Kernels are planned and tested here. After a failure vLLM's own choice stays."""
         try:
             reason = cls.refusal(moe_config, weight_key, activation_key, activation_format) or machine.rehearse(cls, moe_config)
-        except Exception as error:  # the MXFP8 oracle catches ValueError alone
+        except Exception as error:  # the MXFP8 oracle catches only ValueError
             reason = first_line(error)
         return not reason, reason or None
 
     @classmethod
     def refusal(cls, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any) -> str:
-        """Return why vLLM's contract or our rules refuse the layer; empty if they do not. Nothing is planned."""
+        """Return why vLLM's contract or our rules refuse the layer; empty if they accept it. No kernel is planned."""
         if unsupported := problem.unsupported(moe_config):
             return f"kernels do not support {unsupported}"
         keys = weight_key, activation_key, activation_format
@@ -123,17 +123,17 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         return TopKWeightAndReduceNoOP()
 
     def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any) -> Any:  # noqa: N803
-        """Return the shapes of workspaces and output. Ours is in the second: the first may be the output."""
+        """Return the shapes of two workspaces and the output. Our scratch is in the second: vLLM may use the first as output."""
         ours = -(-self._workspace_bytes(M) // self.moe_config.in_dtype.itemsize)
         if self._own is None:
             return (0,), (ours,), (M, K)
-        # Their input is quantized first: two codes a byte.
+        # vLLM quantizes the input of its experts first, to two codes per byte.
         columns = K if self._own.expects_unquantized_inputs else K // 2
         first, second, out = self._own.workspace_shapes(M, N, columns, topk, *rest)
         return first, (max(math.prod(second), ours),), out
 
     def _workspace_bytes(self, tokens: int) -> int:
-        """Return the bytes of kernels and of three numbers a route. More tokens need more: vLLM locks the largest workspace."""
+        """Return the bytes of kernels and of three numbers per route. They grow with tokens: vLLM locks the largest workspace."""
         if tokens not in self._scratch:
             kernels = machine.rehearsed(type(self), self.moe_config).kernels or self.dispatch.schedule.kernels
             if not kernels:
@@ -142,12 +142,12 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         return self._scratch[tokens] + 12 * tokens * self.geometry.top_k
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare the scalars of NVFP4, after vLLM has converted the tensors. Called again with each reload."""
+        """Prepare the NVFP4 scalars after vLLM has converted the tensors. vLLM calls this again at each reload."""
         if self._own is not None:
             self._own.process_weights_after_loading(layer)
         if self.g1_alphas is not None:
             gscales = (self.a1_gscale, self.a2_gscale) if self.slot.pair else None
-            # is_global_sf_supported_for_nvfp4_backend: FlashInfer's have the largest range of all experts.
+            # FlashInfer's input scales have the largest range of all experts (is_global_sf_supported_for_nvfp4_backend).
             shared = gscales is None or self.slot.backend.startswith("FLASHINFER")
             self._scalars = weights.scalars(layer, gscales, self.g1_alphas, shared)
             self._layer_name = getattr(layer, "layer_name", self._layer_name)
@@ -190,7 +190,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         self, call: MoECall, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None, weighted: bool,
         theirs: Callable[..., None] | None = None,
     ) -> bool:  # fmt: skip
-        """Run a kernel. Return False if none serves so many tokens.
+        """Run a kernel. Return False if no kernel serves this token count.
 
         ``call.scratch`` is vLLM's workspace. ``weighted``: the input has been multiplied by the router weights.
         """
@@ -230,7 +230,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
             try:
                 self.load(w1, w2, expert_map)
             except Exception:
-                return None  # a routed call raises it again
+                return None  # a routed call raises the error again
         if self.dispatch.should_measure() and serving.measurable(x.device):
             return None
         return None if self._local is not None else self.dispatch.run_logits(of_logits(x, logits, bias, padding=padding))
@@ -243,9 +243,9 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         return weights.Tensors(w1, w2, (self.w1_scale, self.w2_scale), alphas, biases)
 
     def load(self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None) -> None:
-        """Plan, bind and test at the first call; later take tensors that have moved. Raise RuntimeError if no kernel serves."""
+        """Plan, bind and test kernels at the first call; later rebind moved tensors. Raise RuntimeError if no kernel serves."""
         tensors, swiglu = self._tensors(w1, w2), problem.swiglu_constants(self.moe_config)
-        if len(devices := tensors.devices()) > 1:  # of --cpu-offload-gb without UVA; vLLM's kernels refuse them too
+        if len(devices := tensors.devices()) > 1:  # --cpu-offload-gb without UVA causes this; vLLM's kernels refuse it
             where = " and ".join(sorted(devices))
             raise RuntimeError(f"tensors of a layer are on {where}: unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA, or offload none")
         views = weights.view(tensors, self.geometry, self._scalars, swiglu)
@@ -268,7 +268,7 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         self._addresses = tensors.addresses()
 
     def _place(self, expert_map: torch.Tensor | None) -> None:
-        """Find this rank's experts. Kernels take neighbors as they are."""
+        """Find this rank's experts. Kernels take contiguous global ids directly; other ids need a table of local ids."""
         if expert_map is None:
             return
         here = (expert_map >= 0).nonzero().flatten()
@@ -276,13 +276,13 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
         if bool((here == here[0] + neighbors).all() and (expert_map[here] == neighbors).all()):
             self._first_expert = int(here[0])
         else:
-            # vLLM makes this object anew at each load, and captured graphs read the table that the first one had.
+            # vLLM creates this object again at each load, while captured graphs read the first object's table.
             ids, device = (-1, *expert_map.tolist(), -1), expert_map.device
             table = functools.partial(torch.tensor, ids, dtype=torch.int32, device=device)
             self._local = constants.kept(("local ids", ids, device), table, device)
 
     def _host_path(self, theirs: Callable[..., None]) -> HostPath:
-        # The ids of this rank's experts are local ones if these are not neighbors. vLLM takes global ones: -1 comes last.
+        # If this rank's experts are not contiguous, calls have local ids, but vLLM needs global ids. -1 is sorted last.
         places = None if self._local is None else (self._local[1:-1] & torch.iinfo(torch.int32).max).argsort()
 
         def run(call: MoECall) -> torch.Tensor:
@@ -298,14 +298,14 @@ class Sm12xExperts(mk.FusedMoEExpertsModular):
 
 
 def named_keys(names: tuple[str, str | None]) -> tuple[Any, Any]:
-    """Return vLLM's weight key and activation key by their names; None for an empty one."""
+    """Return vLLM's weight key and activation key by their names; None for an empty name."""
     weight, activation = (getattr(quant_utils, name) if name else None for name in names)
     return weight, activation
 
 
 @functools.cache
 def experts_class(slot: Slot, theirs: type[Any] | None, scoring: Scoring | None = None) -> type[Sm12xExperts]:
-    """Return the experts class of a slot. ``theirs`` is the class that vLLM has chosen, ``scoring`` of calls with logits."""
+    """Return the experts class of a slot. ``theirs`` is vLLM's chosen class; ``scoring`` routes calls with logits."""
     return type(
         f"{slot.format}Sm12xExperts",
         (Sm12xExperts,),

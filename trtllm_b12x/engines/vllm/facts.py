@@ -1,6 +1,6 @@
-"""Names and signatures of vLLM that the package relies on, with sources. ``check`` compares them with the vLLM that is installed.
+"""Names and signatures of vLLM that the package relies on, with sources. ``check`` compares them with the installed vLLM.
 
-Read in the wheels of 0.26.0 to 0.33.0, where all of it is equal. What else is used: ``VllmConfig.additional_config``
+All were read in the wheels of 0.26.0 to 0.33.0 and are equal there. Also used are ``VllmConfig.additional_config``
 (config/vllm.py), ``_EP`` and ``_TP`` (distributed/parallel_state.py). Paths are below ``vllm/model_executor/layers``.
 """
 
@@ -34,15 +34,15 @@ class ReboundName:
     reason: str
     source: str
     keys: tuple[str, str | None] = ("", None)
-    """Weight and activation key of a call that does not name them."""
+    """Weight key and activation key of calls that do not pass them."""
     chooses: bool = True
-    """It returns (backend, experts class). Else it is only watched, and later versions may take more parameters."""
+    """True if the function returns (backend, experts class). Others are only observed, and later versions may add parameters."""
 
 
 MXFP8_KEYS = ("kMxfp8Static", "kMxfp8Dynamic")
-"""Weight and activation key that the MXFP8 oracle asks its classes about (oracle/mxfp8.py, ``_select_kernel_cls``)."""
+"""Weight key and activation key that the MXFP8 oracle passes to its classes (oracle/mxfp8.py, ``_select_kernel_cls``)."""
 MXFP4_KEYS = ("kMxfp4Static", None)
-"""The same of 16-bit activations (oracle/mxfp4.py, ``_backend_activation_key``)."""
+"""Weight key and activation key of the MXFP4 oracle for 16-bit activations (oracle/mxfp4.py, ``_backend_activation_key``)."""
 _MXFP4 = f"{FUSED_MOE}.oracle.mxfp4"
 _CONVERT = "nvfp4_backend layer w13 w13_scale w13_scale_2 a13_scale w2 w2_scale w2_scale_2 a2_scale is_act_and_mul"
 _BY_NAME = "fused_moe/oracle/mxfp4.py; by name in mxfp4, online/mxfp4, quark_moe, inc_mxfp4_moe"
@@ -73,12 +73,12 @@ REBOUND = (
         chooses=False,
     ),
 )
-"""All are rebound, or none. The backend that is chosen also picks how weights are converted."""
+"""Either all are rebound or none. The chosen backend also selects vLLM's conversion of weights."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Backend of an oracle that our experts class stands in: it decides what vLLM does to the weights."""
+    """Oracle backend that is returned with our experts class. The backend decides how vLLM converts the weights."""
 
     format: str
     keys: tuple[str, str | None]
@@ -88,37 +88,37 @@ class Slot:
     backend: str
     layout: WeightLayout
     instead: tuple[str, ...]
-    """Backends of vLLM's own choice that ours replaces."""
+    """Backends that ours replaces when vLLM chooses them."""
     multiple: int = 1
     """vLLM pads the intermediate size of a rank to a multiple of this."""
     rows: int = 1
-    """vLLM's conversion of weights raises if the rows of gate and up are no multiple of this."""
+    """vLLM's conversion of weights raises if the rows of gate and up are not a multiple of this."""
     pair: bool = False
-    """True if vLLM's own experts read the same tensors and serve beyond ours."""
+    """True if vLLM's own experts read the same tensors and serve the calls that ours do not."""
 
 
 _A4, _NVFP4 = ("kNvfp4Static", "kNvfp4Dynamic"), ("nvfp4", "NvFp4MoeBackend")
 _ROWS = WeightLayout(ROWS, GATE_UP)
 _PACKED = "MARLIN", "HUMMING", "EMULATION"
-"""Backends without instructions of SM12x. HUMMING is before MARLIN on SM90 (quantization/utils/humming/priority.py)."""
+"""Backends without SM12x instructions. vLLM prefers HUMMING to MARLIN on SM90 (quantization/utils/humming/priority.py)."""
 _CUTLASS = "FLASHINFER_CUTLASS", "VLLM_CUTLASS"
 _OPENAIS = "TRITON", "TRITON_UNFUSED"
-"""OpenAI's triton_kernels, which are before MARLIN on SM90 and after it on SM12x."""
+"""OpenAI's triton_kernels. vLLM prefers them to MARLIN on SM90, and MARLIN to them on SM12x."""
 SLOTS = (
     # fp8.convert_to_fp8_moe_kernel_format returns the tensors of TRITON_MXFP8 unchanged.
     Slot("MXFP8", MXFP8_KEYS, "fp8", "Fp8MoeBackend", "TRITON_MXFP8", _ROWS, _PACKED),
-    # prepare_nvfp4_moe_layer_for_fi_or_cutlass: block scales to 128x4, for FlashInfer [w1; w3] to [w3; w1].
+    # prepare_nvfp4_moe_layer_for_fi_or_cutlass tiles block scales 128x4 and, for FlashInfer, turns [w1; w3] into [w3; w1].
     Slot("NVFP4", _A4, *_NVFP4, _CUTLASS[0], WeightLayout(TILES, UP_GATE), _CUTLASS[:1], rows=128, pair=True),
     Slot("NVFP4", _A4, *_NVFP4, _CUTLASS[1], WeightLayout(TILES, GATE_UP), _CUTLASS[1:], rows=128, pair=True),
-    # nvfp4.convert_to_nvfp4_moe_kernel_format changes the input scales of EMULATION alone, which these kernels do not read, in
-    # 0.28 and 0.33. Alphas are ``weight_scale_2``. NVFP4 comes here where vLLM has Marlin, or raises for sizes of the pairs.
+    # In 0.28 and 0.33 nvfp4.convert_to_nvfp4_moe_kernel_format changes only EMULATION's input scales, which these kernels do not
+    # read. Alphas are ``weight_scale_2``. NVFP4 uses this slot if vLLM chooses Marlin or raises for the sizes of a pair.
     Slot("W4A16_NVFP4", ("kNvfp4Static", None), *_NVFP4, "EMULATION", _ROWS, _PACKED),
     Slot("W4A16_NVFP4", _A4, *_NVFP4, "EMULATION", _ROWS, (*_PACKED, *_CUTLASS)),
-    # Both of mxfp4.convert_*_to_mxfp4_moe_kernel_format return the tensors of EMULATION unchanged; sizes are padded to 32
-    # (mxfp4_round_up_hidden_size_and_intermediate_size). The methods of compressed-tensors and INC ask no oracle.
+    # Both mxfp4.convert_*_to_mxfp4_moe_kernel_format return EMULATION's tensors unchanged; sizes are padded to 32
+    # (mxfp4_round_up_hidden_size_and_intermediate_size). The methods of compressed-tensors and INC do not call an oracle.
     Slot("MXFP4", MXFP4_KEYS, "mxfp4", "Mxfp4MoeBackend", "EMULATION", _ROWS, (*_PACKED, *_OPENAIS), multiple=32),
 )
-"""In order of preference, of those whose keys and ``instead`` fit."""
+"""Slots in order of preference. A slot fits if its keys match and ``instead`` has vLLM's choice."""
 
 ABSTRACT, APPLY, IS_SUPPORTED, CONFIG = (
     tuple(names.split())
@@ -145,11 +145,11 @@ _OF_LOGITS, _ROUTER = (
         "e_score_correction_bias",
     )
 )
-"""Parameters of ``FusedMoEExpertsMonolithic.apply``, and those of ``create_fused_moe_router`` that are given by name."""
+"""Parameters of ``FusedMoEExpertsMonolithic.apply``, and those of ``create_fused_moe_router`` that are passed by name."""
 
 
 def for_every_call(features: KernelFeatures) -> KernelFeatures:
-    """Return the capabilities in a slot that is no pair: families for many tokens serve every count there."""
+    """Return the capabilities in a slot that is not a pair, where families for many tokens serve every count."""
     return replace(features, every_count=True, measured_from=0) if features.measured_from else features
 
 

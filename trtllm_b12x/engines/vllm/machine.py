@@ -1,4 +1,4 @@
-"""Decide if our kernels serve a layer of vLLM on this card: ask the rules, then rehearse a load and a call while vLLM chooses."""
+"""Decide if our kernels serve a vLLM layer on this card: apply the rules, then rehearse a load and a call while vLLM chooses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .facts import FAMILIES, SLOTS, Slot
 class Rehearsal(NamedTuple):
     refusal: str = ""
     kernels: Sequence[Kernel] = ()
-    """Planned kernels of a layer's sizes, which have no weights. They keep the plans."""
+    """Kernels planned for a layer's sizes, without weights. They hold the plans."""
     seconds: float = 0.0
 
 
 _rehearsed: dict[tuple[type[Any], Geometry, torch.device], Rehearsal] = {}
-"""By experts class, which knows the slot and how calls are routed."""
+"""Results by experts class, geometry and device. The class has the slot and the routing."""
 
 
 @process.kept
@@ -41,7 +41,7 @@ def _forget() -> None:
 
 
 def sm() -> int:
-    """Return the card that the rules see, major * 10 + minor; 0 without an NVIDIA card."""
+    """Return the SM number that the rules use, major * 10 + minor; 0 without an NVIDIA card."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
@@ -67,9 +67,9 @@ def candidate_kernels(slot: Slot, device: torch.device) -> dict[str, type[Kernel
 
 @functools.cache
 def _for_every_call(kernel: type[Kernel], adds_bias: bool) -> type[Kernel]:
-    """Return the class for layers that vLLM's own experts do not serve: every count, and biases, which vLLM loads.
+    """Return the kernel class for layers that vLLM's own experts do not serve. It serves every count, and biases that vLLM loads.
 
-    One class for all layers, because plans are shared by class.
+    All layers use one class, because plans are shared by class.
     """
     features = facts.for_every_call(kernel.features)
     if adds_bias:
@@ -84,19 +84,19 @@ def resolve(slot: Slot, config: Any) -> Resolution:
 
 
 def rehearsed(experts_class: Any, config: Any) -> Rehearsal:
-    """Return what ``rehearse`` has kept for the layer's sizes."""
+    """Return the ``Rehearsal`` stored for the layer's sizes, or an empty one."""
     return _rehearsed.get((experts_class, problem.geometry_of(config, experts_class.slot), device_of(config)), Rehearsal())
 
 
 def agreed(slot: Slot | None, config: Any) -> bool:
     """Return True if every rank that shares the layer has chosen ``slot``, which is None for vLLM's own choice.
 
-    Every rank asks once for each layer that it builds, whatever it has chosen and why, so that no rank waits for another.
+    Every rank calls this once for each layer that it builds, whatever it has chosen, so that no rank waits for another.
     """
     from vllm.distributed import parallel_state
 
-    parallel = config.moe_parallel_config  # ranks of an elastic EP join alone, with EPLB or all-to-all
-    group = parallel_state._EP or parallel_state._TP  # that of EP has all ranks of TP, and of DP, whose ranks split experts
+    parallel = config.moe_parallel_config  # elastic EP ranks join one by one, with EPLB or all-to-all
+    group = parallel_state._EP or parallel_state._TP  # the EP group has all TP ranks, and DP ranks, which split experts
     if group is None or group.world_size == 1 or parallel.enable_eplb or parallel.use_all2all_kernels:
         return slot is not None
     number = 0 if slot is None else 1 + SLOTS.index(slot)
@@ -109,7 +109,7 @@ def rehearse(experts_class: Any, config: Any) -> str:
     """Load and call an experts object on random weights of the layer's sizes, once per geometry. Every kernel is tested.
 
     Marlin, if vLLM has chosen it, is timed on the same memory. Return why our kernels do not serve; empty if they do. Plans are
-    kept, so that layers compile nothing.
+    kept, so that layers do not compile.
     """
     device = device_of(config)
     key = experts_class, problem.geometry_of(config, experts_class.slot), device
@@ -178,7 +178,7 @@ def _rehearse(experts_class: Any, config: Any, geometry: Geometry, device: torch
                 kept[-1].plan(planned.geometry, kernel.capacity, device)
     for name, limit in experts.dispatch.waiting.items():
         kernel = experts.dispatch.kernels[name]()
-        with suppress(ValueError):  # its plan raises it again
-            kernel.describe(geometry, limit, device)  # enough for its scratch
+        with suppress(ValueError):  # planning raises the error again
+            kernel.describe(geometry, limit, device)  # enough for scratch_bytes
             kept.append(kernel)
     return Rehearsal("", kept)

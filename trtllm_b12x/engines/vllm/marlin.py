@@ -1,7 +1,7 @@
 """Time vLLM's Marlin beside our kernels while vLLM chooses. Loading packs Marlin's weights, so one of the two serves every call.
 
 Marlin reads random bytes: the memory of the rehearsal's weights, in Marlin's shapes. Nothing is packed. All calls read one layer,
-so weights that fit the L2 cache are read from there, on both sides.
+so both sides read weights that fit the L2 cache from it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from . import facts
 from .weights import ALIGNED, Tensors
 
 COUNTS = (1, 8, 64, 256, 1024)
-"""Token counts that are timed, as far as the engine sends as many. Their geometric mean decides, with equal weights.
+"""Token counts to time, up to the engine's largest batch. The geometric mean of their times decides, with equal weights.
 
-No server's batches are known beforehand: a ratio of times counts as much at one count as at another, however long the call, and
-three of the five counts are batches of decode.
+A server's batches are not known beforehand. So a ratio of times has equal weight at each count, however long the call, and three
+of the five counts are decode batches.
 """
 BUDGET_S, LONGEST_S = 1.0, 1.5
-"""Seconds that are aimed at for all counts, and at most. A count that would take longer is left out, except the first."""
+"""Target and maximum seconds for all counts. A count that would take longer is skipped, except the first."""
 OURS = "ours"
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Scales and padded sizes of a format's weights when vLLM has packed them for Marlin, in 0.28 and 0.33."""
+    """Scales and padded sizes of a format's weights after vLLM 0.28 or 0.33 has packed them for Marlin."""
 
     config: str
     """Function of ``fused_moe/config.py`` that takes the packed scales."""
@@ -65,7 +65,7 @@ PACKINGS = {
 
 
 class Key(store.Key):
-    """Conditions under which the times of both hold. ``doctor`` lists crossover tables, and no file of this name."""
+    """Conditions under which both times are valid. ``doctor`` lists only crossover tables, not files of this name."""
 
     title = "comparison with Marlin"
 
@@ -75,9 +75,9 @@ class Key(store.Key):
 
 
 def refusal(experts: Any, tensors: Tensors, config: Any) -> str:
-    """Return the times of both if Marlin is faster; empty if it is not, cannot be timed, or a setting asks for our kernels.
+    """Return both times if Marlin is faster; empty if Marlin is not faster, cannot be timed, or a setting selects our kernels.
 
-    Times are stored: the next start measures nothing.
+    Times are stored, so that the next start does not measure.
 
     Args:
         experts: our rehearsed experts, bound to ``tensors``.
@@ -96,7 +96,7 @@ def refusal(experts: Any, tensors: Tensors, config: Any) -> str:
 
 
 def verdict(timings: Timings) -> str:
-    """Return both mean times if ours is not within ``GAIN`` of Marlin's, else nothing."""
+    """Return both mean times if ``GAIN`` times ours exceeds Marlin's; else empty."""
     ours, theirs = (statistics.geometric_mean(row[name] for row in timings.rows.values()) for name in (OURS, HOST))
     if GAIN * ours <= theirs:
         return ""
@@ -105,7 +105,7 @@ def verdict(timings: Timings) -> str:
 
 
 def _timings(experts: Any, tensors: Tensors, config: Any) -> Timings:
-    """Return stored times, or measure, first which of our kernels serves how many tokens."""
+    """Return stored times, or measure. The measurement first decides which of our kernels serves how many tokens."""
     from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
 
@@ -119,7 +119,7 @@ def _timings(experts: Any, tensors: Tensors, config: Any) -> Timings:
     key = Key(like.card, like.geometry, paths, like.conditions, counts[-1])
     if (stored := store.load(key)) is None:
         found = _measured(experts, tensors, config, counts)
-        stored = store.load(key)  # another rank's: the first that ends decides, for all starts
+        stored = store.load(key)  # from another rank: the first rank to finish decides for all starts
         if stored is None:
             store.keep(key, found)
             return found
@@ -138,7 +138,7 @@ def _measured(experts: Any, tensors: Tensors, config: Any, counts: list[int]) ->
             OURS: TimedPath([lambda call: schedule.at(len(call.ids)).run(call)], captured=captured),
             HOST: TimedPath([runner(experts.rival, tensors, geometry, config, counts[-1])]),
         }
-        for tokens in counts:  # of Marlin most wheels have PTX, which the driver compiles at the first call: 30 s on an H200
+        for tokens in counts:  # most wheels have Marlin as PTX, which the driver compiles at the first call: 30 s on an H200
             both[HOST].runs[0](MoECall(call.x, *experts.sample_routes(tokens, 0, False)))
         options: Any = {"budget_s": BUDGET_S, "longest_s": LONGEST_S, "behind": (math.inf, math.inf)}
         return timing.PathTimer(both, geometry, experts.sample_routes, device, **options)(counts)
@@ -146,10 +146,10 @@ def _measured(experts: Any, tensors: Tensors, config: Any, counts: list[int]) ->
 
 @contextmanager
 def _temporary_workspaces(device: torch.device) -> Iterator[None]:
-    """Let what Marlin keeps for a stream end with the block.
+    """Free Marlin's per-stream locks at the end of the block.
 
-    These are locks that begin as zeros, which ``get_marlin_workspace`` of vLLM 0.33 makes once. In here they would be made in the
-    pool of weights, which sleep level 2 discards, and in a capture. vLLM makes its own at its first call.
+    ``get_marlin_workspace`` of vLLM 0.33 allocates these zeroed locks once. In this block that happens in a capture and in
+    the pool of weights, which sleep level 2 discards. vLLM allocates its own locks at its first call.
     """
     workspace: Any = importlib.import_module("vllm.v1.worker.workspace")
     before = workspace._manager
@@ -161,9 +161,9 @@ def _temporary_workspaces(device: torch.device) -> Iterator[None]:
 
 
 def runner(rival: Any, tensors: Tensors, geometry: Geometry, config: Any, largest: int) -> Runner:
-    """Return Marlin on the memory of ``tensors``, for calls of up to ``largest`` tokens.
+    """Return a function that runs Marlin on the memory of ``tensors``, for calls of up to ``largest`` tokens.
 
-    The input has as many columns as vLLM pads it to; the time of padding it is not Marlin's.
+    The input already has the columns that vLLM pads it to, so padding is not timed.
     """
     fused = importlib.import_module(f"{facts.FUSED_MOE}.config")
     packed, device, packing = view(tensors, geometry), tensors.w1.device, PACKINGS[geometry.format]
@@ -204,10 +204,10 @@ def packed_sizes(geometry: Geometry) -> tuple[int, int]:
 
 
 def view(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """View the memory of a drawn layer in the shapes that Marlin reads. b bits a code, groups of g codes, padded H and I.
+    """View the memory of a drawn layer in the shapes that Marlin reads. Codes have b bits, groups g codes; H and I are padded.
 
     ``(E, H / 16, r*I * b/2)`` and ``(E, I / 16, H * b/2)`` int32; scales ``(E, H / g, r*I)`` and ``(E, I / g, H)``. See
-    ``gptq_marlin_repack`` and ``marlin_permute_scales`` of vLLM. Biases, of padded sizes, are new, and zero.
+    ``gptq_marlin_repack`` and ``marlin_permute_scales`` of vLLM. Biases are new zeros of padded sizes.
     """
     kind, experts, (hidden, size) = WEIGHTS[geometry.format], geometry.num_experts, packed_sizes(geometry)
     rows, half = (2 if geometry.gated else 1) * size, 4 * kind.code_dtype.itemsize // kind.packed
@@ -215,8 +215,8 @@ def view(tensors: Tensors, geometry: Geometry) -> Tensors:
     blocks = (experts, hidden // kind.group_size, rows), (experts, size // kind.group_size, hidden)
     packed = Tensors(*codes, _views(tensors.scales[0], PACKINGS[geometry.format].scales, *blocks))
     if tensors.alphas is not None:
-        # Of nvfp4_marlin_process_scales and nvfp4_marlin_process_global_scale: a scale is five bits of exponent and three of
-        # mantissa, and small ones are zero in a product. The highest bit makes all of them large; for ours it is the sign.
+        # In nvfp4_marlin_process_scales and nvfp4_marlin_process_global_scale a scale has five exponent bits and three mantissa
+        # bits, and small scales give zero products. The highest bit makes all scales large; our kernels read it as the sign.
         for scales in packed.scales:
             scales.view(torch.uint8).bitwise_or_(0x80)
         power = 2.0 ** (119 if geometry.dtype is torch.bfloat16 else 7)

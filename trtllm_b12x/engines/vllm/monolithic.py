@@ -1,7 +1,7 @@
-"""Experts of vLLM's monolithic contract: they are handed router logits, and route by themselves.
+"""Experts of vLLM's monolithic contract, which take router logits and route by themselves.
 
-vLLM takes one class for a layer, so this one serves every call. ``cuda`` takes the logits of the calls that it serves. Others are
-routed by vLLM's own router and go through its modular kernel, as without this class.
+vLLM uses one class per layer, so this class serves every call. ``cuda`` takes the logits of the calls that it serves. vLLM's own
+router routes the other calls, which run through vLLM's modular kernel, as without this class.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ SCORINGS = {
     "MiniMax2": Scoring("sigmoid", bias=True),
     "DeepSeekV3": Scoring("sigmoid_tanh", bias=True),
 }
-"""Name of vLLM's ``RoutingMethodType`` to what its operator computes on CUDA (0.28 and 0.33): ``topk_softmax``, ``topk_sigmoid``,
-``grouped_topk``. Neither groups nor factors show in the name."""
+"""Scoring of vLLM's operators on CUDA by name of ``RoutingMethodType`` (0.28 and 0.33): ``topk_softmax``, ``topk_sigmoid``,
+``grouped_topk``. The name does not show groups or factors."""
 _LOGITS = torch.bfloat16, torch.float32
 
 
 def scoring_of(config: Any, layer: Any) -> Scoring | None:
-    """Return how a layer routes; None if its logits are not to be had, or go a way that we do not know.
+    """Return how a layer routes; None if its logits are not available or its routing is unknown.
 
-    ``layer`` is vLLM's RoutedExperts. Sigmoids may differ in their last bits from those of vLLM's operators, which another rank
-    may use at the same count: they are taken on one rank only.
+    ``layer`` is vLLM's RoutedExperts. Our sigmoids may differ in their last bits from those of vLLM's operators, which another
+    rank may use at the same count, so sigmoid scoring needs a single rank.
     """
     parallel, dtype = config.moe_parallel_config, getattr(config, "router_logits_dtype", None)
     if parallel.dp_size > 1 or parallel.pcp_size > 1 or parallel.use_all2all_kernels or parallel.is_sequence_parallel:
@@ -52,7 +52,7 @@ def scoring_of(config: Any, layer: Any) -> Scoring | None:
     scoring, factor = SCORINGS.get(config.routing_method.name), float(layer.routed_scaling_factor)
     if scoring is None or layer.custom_routing_function is not None or (layer.num_expert_group or 0) > 1:
         return None
-    if factor != 1.0 and not scoring.bias:  # not every router applies it
+    if factor != 1.0 and not scoring.bias:  # not every router applies the factor
         return None
     if scoring.kind != "softmax" and parallel.tp_size * parallel.ep_size > 1:
         return None
@@ -60,7 +60,7 @@ def scoring_of(config: Any, layer: Any) -> Scoring | None:
 
 
 class Sm12xMonolithicExperts(mk.FusedMoEExpertsMonolithic):
-    """A layer's modular experts behind vLLM's router, and without it where a kernel takes logits."""
+    """A layer's modular experts, behind vLLM's router unless a kernel takes the router logits."""
 
     modular: ClassVar[type[Sm12xExperts]]
     slot: ClassVar[Slot]
@@ -150,7 +150,7 @@ class Sm12xMonolithicExperts(mk.FusedMoEExpertsMonolithic):
         return output
 
     def _router(self, experts: int, grouping: tuple[int, int | None] | None, factor: float, bias: torch.Tensor | None) -> Any:
-        """Return the router that the layer has in vLLM, which does not hand it over. A reload may replace the bias."""
+        """Return a router like the layer's own, which vLLM does not pass on. A reload may replace the bias."""
         if self._routers.get("of") != (experts, grouping, factor) or self._routers["bias"] is not bias:
             scoring = self.experts.scoring
             assert scoring is not None
@@ -166,7 +166,7 @@ class Sm12xMonolithicExperts(mk.FusedMoEExpertsMonolithic):
 
 
 def _padding(tokens: int) -> torch.Tensor | None:
-    """Return vLLM's mask of rows that no request is in; its operators route none of them. Captured graphs read it at replay."""
+    """Return vLLM's mask of rows without a request, which its operators do not route. Captured graphs read the mask at replay."""
     if not getattr(envs, "VLLM_MOE_SKIP_PADDING", False) or not forward_context.is_forward_context_available():
         return None
     mask: torch.Tensor | None = getattr(forward_context.get_forward_context(), "is_padding", None)
@@ -175,6 +175,6 @@ def _padding(tokens: int) -> torch.Tensor | None:
 
 @functools.cache
 def monolithic_class(modular: Any) -> type[Sm12xMonolithicExperts]:
-    """Return the class around a modular one that knows how the layer routes. It has the same name."""
+    """Return the monolithic class around a modular class that has ``scoring``. Both have the same name."""
     names = {"modular": modular, "slot": modular.slot, "__module__": __name__}
     return type(modular.__name__, (Sm12xMonolithicExperts,), names)

@@ -1,4 +1,4 @@
-"""Rebind the names of vLLM that choose experts, all or none, and undo it."""
+"""Rebind the vLLM functions that choose experts, all or none, and restore them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _rebound: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def register() -> None:
-    """Start in a process of vLLM, which calls this entry point of ``vllm.general_plugins`` before it builds a model."""
+    """Install the plugin in a vLLM process. vLLM calls this entry point of ``vllm.general_plugins`` before it builds a model."""
     with _keeps("all its experts", logging.INFO):
         log.configure("vllm.trtllm_b12x")
         if settings.ENABLED():
@@ -48,7 +48,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give vLLM its functions back. Layers that exist stay as they are."""
+    """Restore vLLM's functions. Existing layers stay as they are."""
     for original, ours in _rebound.values():
         _replace(ours, original)
     _rebound.clear()
@@ -89,10 +89,10 @@ def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def choose(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]) -> Any:
-    """Return our backend and experts class in place of vLLM's choice ``theirs``, or that choice. One line says which and why.
+    """Return our backend and experts class, or vLLM's choice ``theirs``. Log one line that says which and why.
 
-    The backend decides the width of x that vLLM's compiled graph sends between ranks: all ranks choose alike, and the key of
-    its compile cache has our choices. ``call`` has the arguments of vLLM's function, ``unnamed`` the keys that it does not name.
+    The backend decides the width of x that vLLM's compiled graph sends between ranks. So all ranks make the same choice, and
+    vLLM's compile-cache key has it. ``call`` has the arguments of vLLM's function, ``unnamed`` the keys that they do not name.
     """
     from . import machine
 
@@ -107,7 +107,7 @@ def choose(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]) -
 
 
 def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]) -> Any:
-    """Return our experts class if it can serve the layer, else None and one line."""
+    """Return our experts class if it can serve the layer; else log one line and return None."""
     from . import experts, problem
 
     (backend, their_class), config = theirs, call["config"]
@@ -152,7 +152,7 @@ def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]
 
 
 def _taken(theirs: Any, ours: Any, config: Any) -> Any:
-    """Return our backend and class. Put them into the key of vLLM's compile cache, and log them."""
+    """Return our backend and class. Add them to vLLM's compile-cache key and log them."""
     from . import machine
 
     slot, backend, modular = ours.slot, theirs[0], getattr(ours, "modular", ours)
@@ -185,10 +185,10 @@ def _callers() -> Iterator[dict[str, Any]]:
 
 
 def _configs() -> list[Any]:
-    """Return the configurations whose hash keys what vLLM compiles of this layer, with repeats.
+    """Return the configurations whose hashes are in the compile-cache keys of this layer, with repeats.
 
-    They are the current one and those that modules are being built with: a model with a language model inside gives it a copy
-    (``VllmConfig.with_hf_config``), whose hash ``support_torch_compile`` takes at the first call.
+    They are the current configuration and those of modules under construction. A model gives its inner language model a copy
+    (``VllmConfig.with_hf_config``), which ``support_torch_compile`` hashes at the first call.
     """
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
@@ -197,11 +197,11 @@ def _configs() -> list[Any]:
 
 
 def _scoring(method: type | None, config: Any) -> Scoring | None:
-    """Return how a layer routes, if its method can call experts that take router logits, and nothing else reads its ids."""
+    """Return how a layer routes; None if its method cannot call experts with router logits or other code reads its ids."""
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
     apply = getattr(method, "apply_monolithic", FusedMoEMethodBase.apply_monolithic)
-    # Of the model in 0.28, of auxiliary outputs in 0.33.
+    # The flag is in the model's configuration in 0.28, in that of auxiliary outputs in 0.33.
     parts = (getattr(holder, name, None) for holder in _configs() for name in ("model_config", "aux_output_config"))
     returned = any(getattr(part, "enable_return_routed_experts", False) for part in parts)
     layer = next((names["self"] for names in _callers() if hasattr(names.get("self"), "custom_routing_function")), None)
@@ -213,6 +213,6 @@ def _scoring(method: type | None, config: Any) -> Scoring | None:
 
 
 def calls_hook(method: type) -> bool:
-    """Return whether a method of vLLM calls the experts' ``process_weights_after_loading``. Quark's of NVFP4 never does."""
+    """Return whether a method of vLLM calls the experts' ``process_weights_after_loading``. Quark's NVFP4 method never does."""
     codes = [getattr(value, "__code__", None) for kind in method.__mro__ for value in vars(kind).values()]
     return any(code and {"fused_experts", "process_weights_after_loading"} <= {*code.co_names} for code in codes)

@@ -13,7 +13,7 @@ from trtllm_b12x.formats.geometry import GATED, Geometry, LayerShape
 from .facts import FUSED_MOE, Slot
 
 BY_TURNS_ACTIVATION = "swigluoai"
-"""SwiGLU whose gate and up are stored by turns, with gpt-oss's constants."""
+"""SwiGLU with gate/up interleaved, and with gpt-oss's constants."""
 ACTIVATIONS = {
     "silu": "Swiglu",
     "swigluoai": "Swiglu",
@@ -24,7 +24,7 @@ ACTIVATIONS = {
     "silu_no_mul": "Silu",
     "gelu_no_mul": "Gelu",
 }
-"""Value of vLLM's ``MoEActivation`` to the name of kernels. Both GELUs are computed exactly, as vLLM's FlashInfer experts do;
+"""Kernels' activation by value of vLLM's ``MoEActivation``. Both GELUs are computed exactly, as vLLM's FlashInfer experts do;
 the approximation by tanh differs by a relative L2 of 2e-4, a tenth of bf16's rounding."""
 
 
@@ -61,22 +61,22 @@ def deployment_of(config: Any) -> Deployment:
 
 
 def unsupported(config: Any) -> str:
-    """Return what of the layer's configuration no kernel of ours serves; empty if nothing."""
+    """Return the feature in the layer's configuration that our kernels do not support; empty if they support all."""
     parallel, swiglu = config.moe_parallel_config, swiglu_constants(config)
     if parallel.enable_eplb:
         return "expert load balancing (EPLB)"
     if parallel.use_all2all_kernels:
         return "all-to-all of DP+EP"
     if swiglu is not None and swiglu[2] <= 0:
-        # No limit to ``swiglu_limit_func`` (expert parallelism). ``silu_and_mul_with_clamp`` and FlashInfer clamp to it.
+        # ``swiglu_limit_func`` (expert parallelism) ignores it; ``silu_and_mul_with_clamp`` and FlashInfer clamp to it.
         return f"a SwiGLU limit of {swiglu[2]}, which vLLM's kernels read in two ways"
     return ""
 
 
 def convertible(config: Any, slot: Slot) -> bool:
-    """Return False if vLLM's conversion of weights for the slot raises.
+    """Return whether vLLM can convert the layer's weights for the slot.
 
-    That of NVFP4 pads matrices without a gate only. That of MXFP4 but gpt-oss's knows no EMULATION in 0.26.
+    The NVFP4 conversion pads only matrices without a gate. In 0.26, only gpt-oss's MXFP4 conversion supports EMULATION.
     """
     if slot.oracle == "mxfp4":
         name = "gpt_oss_weight" if config.activation.value == BY_TURNS_ACTIVATION else "weight"
@@ -87,13 +87,13 @@ def convertible(config: Any, slot: Slot) -> bool:
 
 
 def geometry_of(config: Any, slot: Slot) -> Geometry:
-    """Return the sizes of this rank's part, as vLLM stores it in the slot."""
+    """Return the geometry of this rank's part of the layer, as vLLM stores it in the slot."""
     activation = str(shape_of(config, slot).kernel_activation)
     layout, size = slot.layout, -(-config.intermediate_size_per_partition // slot.multiple) * slot.multiple
     if config.activation.value == BY_TURNS_ACTIVATION:
         layout = replace(layout, fc1=BY_TURNS)
     if activation not in GATED:
-        layout = replace(layout, fc1=UP_GATE)  # there is one half
+        layout = replace(layout, fc1=UP_GATE)  # FC1 has one half
         if layout.scales != ROWS:
             size = -(-size // 128) * 128  # prepare_nvfp4_moe_layer_for_fi_or_cutlass pads both matrices with zeros
     return Geometry(

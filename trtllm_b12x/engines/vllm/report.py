@@ -1,4 +1,4 @@
-"""Lines of ``doctor`` about vLLM: if this version is recognized, and the backends its oracles would choose on this card."""
+"""Lines of ``doctor`` about vLLM: whether this version is recognized, and which backends its oracles would choose here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import facts
 
 
 def vllm_lines(e: Environment) -> Iterator[str]:
-    """Yield lines on the installed vLLM: none without one, one with the reason if it loads none of our kernels."""
+    """Yield lines on the installed vLLM: none if vLLM is absent, one with the reason if vLLM does not load our kernels."""
     if not facts.version():
         return
     if reason := report.left_out("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS", "").split(",")):

@@ -1,4 +1,4 @@
-"""View vLLM's tensors as kernels read them, and draw random ones as vLLM would hold them."""
+"""View vLLM's tensors as kernels read them, and draw random tensors in vLLM's layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tensors:
     scales: tuple[torch.Tensor, torch.Tensor]
     """Block scales, ``(E, rows, blocks)``: in rows, or padded and 128x4-interleaved."""
     alphas: tuple[torch.Tensor, torch.Tensor] | None = None
-    """``(E,)`` float32 each, of NVFP4."""
+    """``(E,)`` float32 each, for NVFP4."""
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
     """``(E, r*I)`` in the order of the rows, and ``(E, H)``."""
 
@@ -47,14 +47,14 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Scalars:
-    """The scalars of an NVFP4 layer that are ours, on vLLM's layer. Every load writes them in place: captured graphs read them.
+    """Our scalars of an NVFP4 layer, stored on vLLM's layer. Every load writes them in place: captured graphs read them.
 
-    They are no buffers, which vLLM's reload would replace and count among what it waits for, and never write
+    They are not buffers: vLLM's reload would replace buffers, wait for them, and never write them
     (model_loader/reload/layerwise.py).
     """
 
     inputs: InputScales
-    """The scales that alphas contain the reciprocals of: 1 if vLLM has put none there."""
+    """Input scales whose reciprocals the alphas contain; 1 if vLLM's alphas contain none."""
     fc1_half_alphas: torch.Tensor | None
     """``(2, E)`` float32, FC1's alphas of up and gate. None if vLLM's own alpha holds for both."""
     fc1_alpha: torch.Tensor | None
@@ -79,10 +79,10 @@ def view(t: Tensors, geometry: Geometry, scalars: Scalars | None, swiglu: tuple[
 
 
 def record_halves(layer: Any) -> None:
-    """Keep ``weight_scale_2`` of up and gate, ``(2, E)``, for ``scalars``. vLLM goes on with gate's for both.
+    """Store ``weight_scale_2`` of up and gate, ``(2, E)``, for ``scalars``. vLLM applies gate's scale to both.
 
-    ModelOpt and Quark have both in ``w13_weight_scale_2``, compressed-tensors their reciprocals in another parameter. After the
-    conversion there is one column, as of weights that vLLM quantizes itself.
+    ModelOpt and Quark have both in ``w13_weight_scale_2``; compressed-tensors has their reciprocals in another parameter. The
+    parameter has one column after the conversion, and for weights that vLLM quantizes itself.
     """
     for name, power in (("w13_weight_scale_2", 1), ("w13_weight_global_scale", -1)):
         both = getattr(layer, name, None)
@@ -93,12 +93,12 @@ def record_halves(layer: Any) -> None:
 def scalars(layer: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None, like: torch.Tensor, shared: bool) -> Scalars:
     """Write the layer's scalars and return them.
 
-    Their shapes depend on no value, since graphs that are captured on dummy weights read them with others later.
+    Their shapes do not depend on values: graphs captured on dummy weights later read the scalars of real weights.
 
     Args:
         gscales: input scales of FC1 and FC2 that the alphas contain, if any.
-        like: an alpha.
-        shared: FC1's are equal, so that kernels may quantize a token once for all experts.
+        like: an alpha, which gives shape and device.
+        shared: FC1's input scales are equal, so that kernels may quantize a token once for all experts.
     """
     ones = torch.ones_like(like, dtype=torch.float32)
     first, second = (ones, ones) if gscales is None else (g.detach().float().expand_as(like) for g in gscales)
@@ -116,7 +116,7 @@ def scalars(layer: Any, gscales: tuple[torch.Tensor, torch.Tensor] | None, like:
 
 
 def scale_ratio(scalars: Scalars) -> float:
-    """Return the largest ratio of gate's and up's scales in an expert."""
+    """Return the largest ratio between gate's and up's scales in an expert."""
     if scalars.fc1_half_alphas is None:
         return 1.0
     larger, smaller = scalars.fc1_half_alphas.amax(0), scalars.fc1_half_alphas.amin(0)
@@ -124,7 +124,7 @@ def scale_ratio(scalars: Scalars) -> float:
 
 
 def _neighbors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Return tensors in one allocation, of which ``marlin.view`` makes others. Each begins at a multiple of ``ALIGNED`` bytes."""
+    """Return tensors in one allocation, which ``marlin.view`` reinterprets. Each begins at a multiple of ``ALIGNED`` bytes."""
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     places = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     parts = torch.empty(sum(places), dtype=torch.uint8, device=device).split(places)

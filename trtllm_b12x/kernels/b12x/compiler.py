@@ -1,8 +1,8 @@
 """The kernels of one geometry, compiled or loaded from FlashInfer's cache.
 
-FlashInfer only makes the kernels: ``moe_dispatch._get_static_kernel``, ``build_direct_micro_kernel``,
-``compile_direct_micro_kernel``, ``build_and_load_cute_dsl_kernel`` and the tuning tables, the same from 0.6.18 to 0.7.2. Both
-kinds come through TVM-FFI, which takes the stream of the call, and are kept on disk.
+FlashInfer only builds the kernels, by ``moe_dispatch._get_static_kernel``, ``build_direct_micro_kernel``,
+``compile_direct_micro_kernel``, ``build_and_load_cute_dsl_kernel`` and its tuning tables, the same from 0.6.18 to 0.7.2. TVM-FFI
+launches both kinds on the stream of the call. FlashInfer's cache stores both on disk.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .scratch import Scratch
 
 DISPATCH = payload_child.DISPATCH
 ACTIVATIONS = {"Swiglu": "silu", "Relu2": "relu2"}
-"""Names of the host's ``ActivationType`` to FlashInfer's."""
+"""FlashInfer's activation by name of TensorRT-LLM's ``ActivationType``."""
 FIXED_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40, 48, 56, 64)
-"""Token counts that are planned if a kernel is compiled for only one (FlashInfer before 0.7.2): the host's default batch sizes
-of CUDA graphs. Triton's kernels or CUTLASS serve other counts."""
+"""Token counts to plan if each kernel is compiled for a single count (FlashInfer before 0.7.2): the engine's default batch sizes
+of CUDA graphs. Triton kernels or CUTLASS serve other counts."""
 
 _compiled: dict[tuple[Any, ...], Any] = {}
-"""Kernels that FlashInfer does not hold. Never emptied: a captured graph launches them without holding them."""
+"""Kernels to which FlashInfer has no reference. They stay, since captured graphs launch them without a reference."""
 _lock = locks.new()
 
 
 def sizes(dispatch: Any, capacity: int) -> list[int]:
-    """Return the token counts to plan: all of them from 0.7.2 on, whose static kernel does not depend on the count."""
+    """Return the token counts to plan: all counts from FlashInfer 0.7.2 on, whose static kernel does not depend on the count."""
     key = getattr(dispatch, "_static_kernel_cache_key", None)
     free = key is not None and "m" not in inspect.signature(key).parameters
     return [size for size in (range(1, capacity + 1) if free else FIXED_SIZES) if size <= capacity]
 
 
 def signatures(dispatch: Any) -> dict[str, Signature]:
-    """Return the run-time arguments of each kind. Raise ValueError if FlashInfer's kernels take one that is not known here."""
+    """Return the run-time arguments of each kind. Raise ValueError if a FlashInfer kernel takes an unknown argument."""
     return {kind.name: Signature(kind, dispatch) for kind in (STATIC, DIRECT_MICRO)}
 
 
@@ -59,7 +59,7 @@ def _build(
 ) -> Any:
     """Load a kernel from FlashInfer's cache, or compile it.
 
-    Inside TensorRT-LLM the first compile of an installation runs in a child: it might end the server's process.
+    Inside an engine, an installation's first compile runs in a child process, since it might end the server's process.
     """
 
     def compile_now() -> Any:
@@ -75,12 +75,12 @@ def _build(
 
 
 class Compiler:
-    """Makes the candidates of one geometry, in the sizes and with the grids that FlashInfer's launcher would choose."""
+    """Compiler of one geometry's candidates, in the sizes and with the grids that FlashInfer's launcher would choose."""
 
     def __init__(
         self, dispatch: Any, geometry: Geometry, scratch: Scratch, device: torch.device, build: Callable[..., Any] | None = None
     ) -> None:
-        """``build`` replaces FlashInfer's ``build_and_load_cute_dsl_kernel``, which compiles what its cache does not hold."""
+        """``build`` replaces FlashInfer's ``build_and_load_cute_dsl_kernel``, which compiles kernels that its cache lacks."""
         self.dispatch, self.geometry, self.workspace, self.device = dispatch, geometry, scratch.workspace, device
         remedy = warmup_command(geometry, card_of(device))
         self._build = build or functools.partial(_build, dispatch.build_and_load_cute_dsl_kernel, remedy, device)
@@ -90,9 +90,9 @@ class Compiler:
         self.max_clusters = min(dispatch.get_max_active_clusters(1), sms)
 
     def candidates(self, tokens: int) -> Iterator[Candidate]:
-        """Yield direct micro if it serves so many tokens (moe_dispatch.py:1552 of 0.7.2.post1), then static.
+        """Yield direct micro if it serves ``tokens`` (moe_dispatch.py:1552 of 0.7.2.post1), then static.
 
-        FlashInfer's micro kernel is not used: no release has its barrier (docs/flashinfer-micro-barrier.md).
+        FlashInfer's micro kernel is not used: it lacks a barrier in every release (docs/flashinfer-micro-barrier.md).
         """
         if not self.geometry.expert_parallel and (kernel := self._direct_micro(tokens)) is not None:
             yield self._candidate(DIRECT_MICRO, self._compiled_direct(kernel), m_val=tokens, grid_x=kernel.grid_x)
@@ -124,13 +124,13 @@ class Compiler:
         return function
 
     def _direct_micro(self, tokens: int) -> Any:
-        """Return FlashInfer's kernel object, not compiled, or None if it does not serve so many tokens."""
+        """Return FlashInfer's uncompiled kernel object, or None if direct micro does not serve ``tokens``."""
         d, g = self.dispatch, self.geometry
         rows, barriers = tokens * g.top_k, getattr(self.workspace, "dm_barrier_count", None)
         if tokens > getattr(d, "_MICRO_MAX_TOKENS", 0) or barriers is None or barriers.numel() < rows + tokens * 16:
             return None
         build = self._direct.build_direct_micro_kernel
-        # Before 0.7.2 it multiplied by the input scales that all others divide by (docs/flashinfer-direct-micro-scales.md).
+        # Before 0.7.2 it multiplied by the input scales by which other kernels divide (docs/flashinfer-direct-micro-scales.md).
         if "input_scales_are_reciprocal" not in inspect.signature(build).parameters:
             return None
         if rows >= d._DIRECT_MICRO_CUTOVER_PAIRS or g.intermediate_size > d._DIRECT_MICRO_MAX_N:
@@ -138,7 +138,7 @@ class Compiler:
         sizes = tokens, g.hidden_size, g.intermediate_size, g.top_k
         if not d.MoEDirectMicroKernel.is_supported(*sizes, g.num_experts):
             return None
-        # Without a gate both input scales are the same for all experts, which FlashInfer tells by tensors of one element.
+        # Without a gate, all experts share both input scales. FlashInfer detects this by tensors of one element.
         shared = not g.gated
         return build(
             g.num_experts,
@@ -156,9 +156,9 @@ class Compiler:
         return importlib.import_module(DISPATCH.replace("moe_dispatch", "moe_direct_micro_kernel"))
 
     def _compiled_direct(self, kernel: Any) -> Any:
-        """Compile as FlashInfer does, but through TVM-FFI and its cache on disk, as the other kinds.
+        """Compile as FlashInfer does, but through TVM-FFI and FlashInfer's cache on disk, like the static kernel.
 
-        The body is compiled for its own block size, so that registers cannot keep it from being launched.
+        The body is compiled for its own block size, so that its registers never prevent a launch.
         """
         d, direct, key = self.dispatch, self._direct, ("direct_micro", kernel.__cache_key__)
         with _lock:
@@ -168,7 +168,7 @@ class Compiler:
                     direct.compile_direct_micro_kernel,
                     current_cuda_stream=lambda: runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
                 )
-                # A module of its own: FlashInfer empties one whose sources are not those of the last kernel.
+                # The kernel has its own module: FlashInfer empties a module if the sources of its last kernel differ.
                 _compiled[key] = self._build(
                     f"{d._CUTE_DSL_MODULE}_direct_micro",
                     d._disk_kernel_name("direct_micro", key),
@@ -179,7 +179,7 @@ class Compiler:
 
 
 def _with_globals(function: Any, **replaced: Any) -> Any:
-    """Return a copy of ``function`` that sees other values under some names of its module."""
+    """Return a copy of ``function`` with some globals of its module replaced."""
     module = {**function.__globals__, **replaced}
     copy = types.FunctionType(function.__code__, module, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -1,8 +1,8 @@
 """FlashInfer's SM12x kernels: planned once per geometry and device, launched without FlashInfer's own launcher.
 
 ``B12xMoEWrapper`` and ``launch_sm120_moe`` compile, fold, expand and validate at every call, cache weights by address, and add up
-to four small launches to a call of one token. Here all of that is done at load. The dynamic kernel is not used: its warps may
-miss a claim (docs/flashinfer-dynamic-claim.md), and the family's ``most_routes`` end before it.
+to four small launches to a call of one token. This class does the work at load time. The dynamic kernel is not used: its warps
+may miss a claim (docs/flashinfer-dynamic-claim.md), and it starts above the family's ``most_routes``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .scratch import Scratch, fitting
 from .streams import StreamSerializer
 
 _RECIPROCALS = 0.02
-"""Relative L2. Direct micro multiplies by reciprocals of scales also for ReLU2, where the others and the reference divide
+"""Relative L2. Direct micro multiplies by reciprocals of scales also for ReLU2, where other kernels and the reference divide
 (``moe_direct_micro_kernel.py:714``). Block scales on a rounding tie differ, which is frequent if a calibrated amax is a power of
-two; seen: 0.014 over many tokens."""
+two. An error of 0.014 over many tokens was seen."""
 
 
 @dataclass
@@ -47,15 +47,15 @@ class _Plan(Plan):
     """Memory of eager calls; captured calls have memory from ``of_capture``."""
     pristine: torch.Tensor
     candidates: dict[int, list[Candidate]]
-    """Candidates by token count, best first; after the self-test those that passed."""
+    """Candidates by token count, best first; after the self-test only those that passed."""
     serializer: StreamSerializer
     captured: tuple[int, Scratch] | None = None
 
     def of_capture(self, capture: int) -> Scratch:
-        """Return scratch memory of the graph that is being captured, from its own memory, which lives as long as it does.
+        """Return scratch memory for the graph under capture, from the graph's own memory, which lives as long as the graph.
 
-        So replays may overlap with each other and with calls. Layers of one graph share it. Captures that share a pool, of which
-        no two replay at a time, get the same memory again, once this one is released.
+        So replays may overlap with each other and with eager calls. Layers of one graph share the memory. Captures that share a
+        pool, whose graphs never replay at the same time, get the same memory again once it is released.
         """
         if self.captured is None or self.captured[0] != capture:
             self.captured = None
@@ -77,7 +77,7 @@ class B12xKernel(PlannedKernel):
 
     @classmethod
     def assembled(cls, geometry: Geometry, card: Any, directory: Path) -> list[str]:
-        """Compile static for two tokens, by FlashInfer's own compile function, 0.6.18 to 0.7.2."""
+        """Compile static for two tokens with FlashInfer's own compile function, 0.6.18 to 0.7.2. Return the PTX."""
         target = f"sm_{card.capability}a"
         os.environ.update(CUTE_DSL_ARCH=target, CUTE_DSL_KEEP_PTX="1", CUTE_DSL_DUMP_DIR=str(directory))
         os.environ.update({"CUTE_DSL_DISABLE_FILE_CACHING": "1", "FLASHINFER_CUTE_DSL_DISABLE_CACHE": "1"})
@@ -96,7 +96,7 @@ class B12xKernel(PlannedKernel):
 
     def bind(self, weights: NVFP4Weights, first_expert: int = 0) -> None:
         weights.check(self.geometry)
-        self.weights = weights  # the kernels are given addresses: these views keep the memory
+        self.weights = weights  # the kernels take addresses, so these views keep the memory alive
         self.first_expert = first_expert
         self._bound = self._bind_to(self._plan.scratch)
         count = self.geometry.num_experts
@@ -183,7 +183,7 @@ class B12xKernel(PlannedKernel):
 
 
 def _ranges(numbers: list[int]) -> str:
-    """``[1, 2, 3, 8]`` to ``1-3, 8``."""
+    """Format ``[1, 2, 3, 8]`` as ``1-3, 8``."""
     runs = [[number for _, number in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join("-".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in runs)
 

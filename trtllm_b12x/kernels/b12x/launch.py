@@ -1,4 +1,4 @@
-"""One call of one compiled kernel: its arguments by FlashInfer's names, and the launch that prepares the host's routes."""
+"""One call of one compiled kernel: its arguments by FlashInfer's names, and the launch that prepares the engine's routes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .scratch import Scratch
 _OF_THE_CALL = ("x", "ids", "router_weights", "out")
 _COMPILED_IN = ("self", "max_active_clusters", "stream")
 Source = str | Callable[[Any, NVFP4Weights], Any]
-"""Name of what comes with a call (``constant``: with a token count), or a function of the workspace and the weights."""
+"""Source of an argument: a field of the call, ``constant`` (a value per token count), or a function of workspace and weights."""
 
 
 def _fp4(plane: torch.Tensor) -> torch.Tensor:
@@ -80,13 +80,13 @@ class B12xKernelKind:
     name: str
     kernel_class: str
     arguments: Mapping[str, Source]
-    """Every argument of its releases by name."""
+    """Source of every argument in all of its releases, by the argument's name."""
     skips_negative_ids: bool = True
     takes_addresses: bool = False
 
 
 DIRECT_MICRO = B12xKernelKind("direct_micro", "MoEDirectMicroKernel", _ADDRESSES, False, True)
-"""Computes expert 0 for a negative id and multiplies by 0, which is NaN if expert 0 overflows."""
+"""For a negative id the kernel computes expert 0 and multiplies by 0, which gives NaN if expert 0 overflows."""
 STATIC = B12xKernelKind("static", "MoEStaticKernel", _TENSORS)
 
 
@@ -94,7 +94,7 @@ class Signature:
     """The run-time arguments of a kind, in the order of the installed FlashInfer's kernel."""
 
     def __init__(self, kind: B12xKernelKind, dispatch: Any) -> None:
-        """Raise ValueError if the kernel takes an argument that is not known here."""
+        """Raise ValueError if the kernel takes an unknown argument."""
         kernel = getattr(dispatch, kind.kernel_class)
         self.kind = kind
         self.names = [name for name in inspect.signature(kernel.__call__).parameters if name not in _COMPILED_IN]
@@ -105,7 +105,7 @@ class Signature:
         self.places = [sources.index(name) for name in _OF_THE_CALL]
 
     def bind(self, scratch: Scratch, weights: NVFP4Weights) -> list[Any]:
-        """Return the arguments, with None in place of what comes with a call or a token count."""
+        """Return the arguments, with None for arguments that depend on the call or the token count."""
         sources = (self.kind.arguments[name] for name in self.names)
         return [None if isinstance(source, str) else source(scratch.workspace, weights) for source in sources]
 
@@ -119,7 +119,7 @@ class Candidate:
     variant: int
     """Kernels of one variant are the same code."""
     constants: dict[int, Any] = field(default_factory=dict)
-    """Values for this token count, by place among the arguments."""
+    """Values for this token count, by index of the argument."""
 
     @property
     def kind(self) -> B12xKernelKind:
@@ -128,7 +128,7 @@ class Candidate:
     def launch(
         self, bound: list[Any], scratch: Scratch, table: routes.ExpertRange, input_scales: InputScales | None, call: MoECall
     ) -> None:
-        """Launch a prepared call, with ``bound`` of ``Signature.bind``."""
+        """Launch a prepared call, with ``bound`` from ``Signature.bind``."""
         rows = call.ids.numel()
         routed = scratch.ids[:rows], scratch.router_weights[:rows]
         routes.prepare(table, call.ids, call.router_weights, routed, input_scales)

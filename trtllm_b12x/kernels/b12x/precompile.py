@@ -1,7 +1,7 @@
-"""Compile FlashInfer's kernels of one geometry into its cache for cards that are not here, in a process of its own.
+"""Compile FlashInfer's kernels of one geometry into its cache, for cards not in this machine, in a separate process.
 
-It describes the card to FlashInfer and collects what ``Compiler`` asks FlashInfer to build. A pool of forked processes then
-builds it. The request comes on standard input; JSON lines go to standard output.
+The process describes the card to FlashInfer and collects the kernels that ``Compiler`` would build. A pool of forked processes
+then builds these kernels. The request comes on standard input; JSON lines go to standard output.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from trtllm_b12x.environment import payload_child
 
 _jobs: dict[str, tuple[str, Callable[[], Any], tuple[Any, ...], int]] = {}
-"""By kernel name: module, compile function and source files of FlashInfer's ``build_and_load_cute_dsl_kernel``, and the card's
-number of multiprocessors. The forked processes read them: functions cannot be sent."""
+"""Module, compile function and source files for FlashInfer's ``build_and_load_cute_dsl_kernel``, and the card's number of
+multiprocessors, by kernel name. Forked processes read this dict, since functions cannot be sent to them."""
 
 
 def main() -> None:
     request = json.load(sys.stdin)
     target = request["target"]
     os.environ.update(CUTE_DSL_ARCH=target, OMP_NUM_THREADS="1")
-    # Its cache has a folder for each set of architectures: those of the card's machine.
+    # FlashInfer's cache has a folder for each set of architectures, here the set of the card's machine.
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{target[3:5]}.{target[5]}")
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as stream:
         os.dup2(2, 1)  # the compiler writes to the process's own streams
@@ -97,7 +97,7 @@ def _store(name: str, target: str) -> dict[str, Any]:
         spec = core.JitSpecCuteDsl(module, name, compile_kernel, core._hash_source_files(files))
         cached = spec.try_load() is not None
         if not cached:
-            # The second holds a lock of the module for all of the compile: one process at a time.
+            # build_and_load holds the module's lock while it compiles, so that only one process compiles at a time.
             getattr(spec, "compile_and_persist", spec.build_and_load)()
         if not spec.is_compiled:
             raise RuntimeError(f"FlashInfer could not store it as {spec.object_path}")

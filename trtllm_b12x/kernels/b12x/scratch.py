@@ -1,4 +1,4 @@
-"""Scratch memory of a geometry: one for all calls that are launched, one for each graph that is captured."""
+"""Scratch memory of a geometry: one for all eager calls, and one for each captured graph."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Scratch:
-    """FlashInfer's static workspace, and the routes of a call in the kernels' form.
+    """FlashInfer's static workspace, and the routes of a call as the kernels take them.
 
-    Its barriers count in memory and leave it as they found it, so it is filled once, and no two launches may use it at a time.
+    Barriers count in the workspace and restore its values, so that it is filled once. Only one launch may use it at a time.
     """
 
     workspace: Any
@@ -44,7 +44,7 @@ class Scratch:
         return _with_routes(workspace, rows, device)
 
     def planes(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the workspace that are no views of others, small ones first."""
+        """Return the tensors of the workspace that are not views of others, small tensors first."""
         planes: dict[int, tuple[str, torch.Tensor]] = {}
         for name in (field.name for field in dataclasses.fields(self.workspace)):
             plane = getattr(self.workspace, name)
@@ -53,12 +53,12 @@ class Scratch:
         return dict(sorted(planes.values(), key=lambda named: named[1].nbytes > _SMALL))
 
     def pristine(self) -> torch.Tensor:
-        """Return the small planes as ``another`` starts from them, uint8, some kilobytes. Call it before the first launch."""
+        """Return the small planes' initial values for ``another``, uint8, some kilobytes. Call it before the first launch."""
         small = [plane.reshape(-1).view(torch.uint8) for plane in self.planes().values() if plane.nbytes <= _SMALL]
         return torch.cat([torch.nn.functional.pad(plane, (0, -plane.nbytes % _ALIGNMENT)) for plane in small])
 
     def another(self, pristine: torch.Tensor) -> Scratch:
-        """Return one as large, by two allocations and one copy; under capture all three are the graph's own."""
+        """Return new memory of equal size, by two allocations and one copy. Under capture all three belong to the graph."""
         planes = self.planes()
         arena = torch.empty(sum(_rounded(plane.nbytes) for plane in planes.values()), dtype=torch.uint8, device=pristine.device)
         arena[: pristine.numel()].copy_(pristine)
@@ -82,7 +82,7 @@ def _rounded(nbytes: int) -> int:
 
 
 def fitting(geometry: Geometry, capacity: int) -> int:
-    """Return as many tokens, up to ``capacity``, as 32-bit offsets reach in FlashInfer's largest plane, the packed activations.
+    """Return the most tokens, up to ``capacity``, for which 32-bit offsets reach FlashInfer's largest plane (packed activations).
 
     It has ``(experts + rows / 32) x rows x hidden_size / 2`` bytes (``_check_memref_limit``, moe_dispatch.py:148 of 0.7.2.post1).
     """

@@ -28,7 +28,7 @@ class StreamSerializer:
         self.last_eager_stream: torch.cuda.Stream | None = None
         self.last_capture_id = 0
         self.last_raw_stream = -1
-        # Recorded after a launch on a stream that torch does not own: that stream may be destroyed before the next launch.
+        # Recorded after a launch on a stream that torch does not own, since the stream may be destroyed before the next launch.
         self.done: torch.cuda.Event | None = None
 
     @staticmethod
@@ -60,7 +60,7 @@ class StreamSerializer:
         elif last is not None and not _is_capturing(last):
             stream.wait_stream(last)
         self.last_eager_stream, self.last_raw_stream = stream, stream.cuda_stream
-        # torch's streams live as long as the process. A stream from elsewhere has its handle as its id.
+        # torch's streams live as long as the process. The id of an external stream is its handle.
         self.done = torch.cuda.Event() if stream.stream_id == stream.cuda_stream != 0 else None
 
     def _order_captured(self) -> int:

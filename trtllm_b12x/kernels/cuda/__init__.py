@@ -1,1 +1,1 @@
-"""Decode in one launch: CUDA C++ that NVRTC compiles and the driver launches."""
+"""Decode in one launch, and grouped products: CUDA C++ that NVRTC compiles and the driver launches."""

@@ -1,24 +1,24 @@
-// What the host hands over. A field of Layer or Call is also one of `records.py`, which writes `host_records.cuh`:
-// sizes and offsets agree.
+// Arguments of a launch. `records.py` declares the same fields of Layer and Call, and writes `host_records.cuh`, which
+// checks that sizes and offsets agree.
 #pragma once
 #include "numbers.cuh"
 
 struct Layer {
   const u8 *w1, *s1;                       // codes and block scales
-  const float *alpha1, *halves1, *input1;  // NVFP4: scales of an expert, of its up and gate, and of its input
+  const float *alpha1, *halves1, *input1;  // NVFP4, by expert: scale, scales of up and gate, input scale
   const u8 *w2, *s2;
   const float *alpha2, *input2;
   const void *bias1, *bias2;
   const float *swiglu_alpha, *swiglu_beta, *swiglu_limit;
-  volatile u32* stuck;  // in host memory: tokens of a launch that was stopped
-  int step1, step2;     // from an expert's input scale to the next one's: 1, or 0 if all have one
+  volatile u32* stuck;  // in host memory: number of tokens of a stopped launch
+  int step1, step2;     // strides of input1 and input2: 1, or 0 if all experts share one scale
   int first;            // this rank's first expert
 };
 
 struct Call {
-  const u8 *x, *x_sf;                // x_sf: scales of x in FP4, as the host has quantized it, else null
-  const void *ids, *router_weights;  // (tokens, TOP_K); FROM_LOGITS: logits (tokens, ALL_EXPERTS), ROUTER_BIAS's floats
-  const u8* padding;                 // FROM_LOGITS: bytes (tokens), not 0 of a row that has no routes; or null
+  const u8 *x, *x_sf;                // x_sf: scales of x if the engine quantized it to FP4, else null
+  const void *ids, *router_weights;  // (tokens, TOP_K); FROM_LOGITS: logits (tokens, ALL_EXPERTS), float32 router bias
+  const u8* padding;                 // FROM_LOGITS: bytes (tokens), nonzero for rows without routes; or null
   u16* out;
   u8* workspace;
   int tokens;
@@ -34,7 +34,7 @@ DEVICE int local_expert(const Layer& layer, long long id) {
   const long long local = id - layer.first;
   return local >= 0 && local < EXPERTS ? (int)local : -1;
 }
-// Where the id of a route's expert lies.
+// Returns the address of the id of a route's expert.
 DEVICE const u8* id_of(const Call& call, u32 route) { return (const u8*)call.ids + route * (call.wide_ids ? 8 : 4); }
 DEVICE int local_expert_at(const Layer& layer, const u8* id, bool wide) {
   return local_expert(layer, wide ? *(const long long*)id : (long long)*(const int*)id);
@@ -44,18 +44,18 @@ DEVICE float router_weight(const Call& call, u32 route) {
                           : ((const float*)call.router_weights)[route];
 }
 
-// Where the scales of x in FP4 lie from a column on, a multiple of 16.
+// Returns the offset in x_sf of a token's scale at `column`, a multiple of 16.
 DEVICE u32 scales_of_x(const Call& call, int token, int column) {
   return call.swizzled ? scale_tile<(HIDDEN + 63) / 64>(token, column >> 6) + (column >> 4 & 3)
                        : (u32)(token * HIDDEN + column) / 16;
 }
 
 // ---- factors of an expert's products, and the activation
-// What NVFP4 multiplies FC2's products of an expert by.
+// NVFP4: returns the factor of an expert's FC2 products.
 DEVICE float scale2_of(const Layer& layer, int expert) {
   return layer.alpha2[expert] * layer.input2[expert * layer.step2];
 }
-// The activation of an up and, if there is one, its gate. NaN stays NaN.
+// Applies the activation to up and, if GATED, gate. NaN stays NaN.
 DEVICE float activate(float up, float gate, float alpha, float beta, float limit) {
   if (ACTIVATION == SWIGLU) return __fdividef(gate, 1.f + __expf(-gate)) * up;
   if (ACTIVATION == SWIGLU_BIAS) {
@@ -71,8 +71,8 @@ DEVICE float activate(float up, float gate, float alpha, float beta, float limit
   if (ACTIVATION == SILU) return up / (1.f + __expf(-up));
   return 0.5f * up * (1.f + erff(up * 0.7071067811865476f));
 }
-// What products of FC1 are multiplied by, and the activation's constants, of one expert. `codes`: what codes are
-// smaller by than they should be.
+// Factors of an expert's FC1 products, and constants of its activation. `codes`: factor that makes up for the scale of
+// decoded codes.
 struct FactorsOfFc1 {
   float up_factor, gate_factor, alpha = 1, beta = 0, limit = 0;
   DEVICE FactorsOfFc1(const Layer& layer, const Call& call, int expert, float codes) {
@@ -80,7 +80,7 @@ struct FactorsOfFc1 {
     if (GROUP == 16) {
       const float all = layer.alpha1[expert], input = layer.input1[expert * layer.step1];
       const float up = GATED ? layer.halves1[expert] : all, gate = GATED ? layer.halves1[EXPERTS + expert] : all;
-      const bool recorded = fmaxf(up, gate) == all;  // by the load; else somebody has written alpha since
+      const bool recorded = fmaxf(up, gate) == all;  // false if alpha was written after weight loading
       up_factor *= (recorded ? up : all) * input;
       gate_factor *= (recorded ? gate : all) * input;
     }

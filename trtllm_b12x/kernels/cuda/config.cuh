@@ -1,14 +1,13 @@
-// What one compiled layer of one launch knows of its sizes; what follows from them is here, each limit with its
-// message.
+// Sizes of one launch that follow from `sizes.cuh`, and their limits, each with its message.
 #pragma once
 #include "matrix.cuh"
 
-// The phases of a launch behind FC1 and FC2: values of a task's kind.
+// Phases of a launch after FC1 and FC2. A task's kind is its phase or END.
 constexpr u32 SUM = 2, END = 3;
 
-constexpr bool ONE_TOKEN = MAX_TOKENS == 1;       // its warps that multiply: one_token.cuh
+constexpr bool ONE_TOKEN = MAX_TOKENS == 1;       // multiplying warps: one_token.cuh
 constexpr bool GATHER = MAX_TOKENS > 8;           // columns of a product are an expert's routes; else the tokens
-constexpr int COLUMNS = GATHER ? 8 : MAX_TOKENS;  // of a product that are handed over
+constexpr int COLUMNS = GATHER ? 8 : MAX_TOKENS;  // columns of a product that are handed over
 
 // ---- warps
 constexpr int THREADS = (WARPS + 1 + ADDERS) * 32;
@@ -19,8 +18,8 @@ constexpr int BLOCKS_A_WARP = (BLOCKS1 + SPLIT1 - 1) / SPLIT1;
 constexpr bool RESIDENT =
     !GATHER || BLOCKS_A_WARP <= 2;  // x of FC1 stays in registers for all tiles of a task, or of all tasks
 
-constexpr int RING_BYTES = RING_HALVES * HALF_BYTES;  // of a warp
-constexpr int STAGES2 = RING_HALVES / HALVES2;        // stages of FC2 on their way, at most; STAGES1 of FC1
+constexpr int RING_BYTES = RING_HALVES * HALF_BYTES;  // per warp
+constexpr int STAGES2 = RING_HALVES / HALVES2;        // maximum number of FC2 stages in flight; FC1: STAGES1
 constexpr int MOST_STAGES = STAGES1 > STAGES2 ? STAGES1 : STAGES2;
 
 // ---- routes

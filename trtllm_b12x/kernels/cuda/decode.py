@@ -1,6 +1,6 @@
-"""Decode of 1 to 64 tokens in one launch (``layer.cu``), on the host's own tensors: NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
+"""Decode of 1 to 64 tokens in one launch (``layer.cu``), on the engine's own tensors: NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
 
-Numbers are those of the Triton kernels, whose docstring describes them (``triton/decode.py``).
+Numerics are those of the Triton kernels. The docstring of ``triton/decode.py`` describes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from . import records
 from .probe import PROBE, takes_subnormals
 from .variant import MOST_BLOCKS, SPIN_SECONDS, TOKENS, Variant, load, variants
 
-_HEADER = 1024  # bytes of counters in front of a workspace, which begin as zeros; the rest begins as ones
+_HEADER = 1024  # bytes of counters at a workspace's start, which begin as zeros; the filled rest begins as ones
 _INT32, _FLOAT32 = torch.int32, torch.float32
 _Form = tuple[tuple[int, int] | None, int, list[Callable[..., None]]]
 """Shape of the ids, None if calls have logits; tokens of the variant; its launches of unquantized and of quantized input."""
@@ -39,15 +39,15 @@ _Owner = tuple[int, int, int]  # tokens of the variant, capture (0 outside) and 
 @dataclass
 class LaunchPlan(Plan):
     functions: dict[int, driver.Function]
-    """By the largest number of tokens."""
+    """Functions by the maximum number of tokens of a call."""
     workspace_bytes: dict[int, tuple[int, int]]
-    """All, and those that begin as ones or zeros."""
+    """Total bytes, and bytes that begin as zeros or ones, by the same number."""
     workspaces: dict[_Owner, tuple[int, torch.Tensor]] = field(default_factory=dict)
-    """Addresses and memory. Launches that may overlap share none."""
+    """Address and memory of each workspace. Launches that may overlap never share a workspace."""
     stuck: torch.Tensor = field(  # engines set a default device
         default_factory=lambda: torch.zeros(1, dtype=_INT32, device="cpu", pin_memory=torch.cuda.is_available())
     )
-    """Number of tokens of a launch that the kernel stopped because it did not end, else 0. The kernel writes it: host memory."""
+    """Number of tokens of a launch that did not end and stopped itself, else 0. The kernel writes it to this host memory."""
 
 
 class CudaKernel(OwnKernel):
@@ -57,11 +57,11 @@ class CudaKernel(OwnKernel):
     reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
     takes_logits = True
     gathers = False
-    """Calls of few tokens gather too."""
+    """Whether calls of few tokens gather too."""
     _plan: LaunchPlan
     _launches: dict[tuple[int, ...], _Form]  # by the shape of the output
-    _gathering: dict[tuple[int, ...], _Form]  # the same of the variant that gathers
-    _at: int  # number of the weights' device
+    _gathering: dict[tuple[int, ...], _Form]  # the same for the variant that gathers
+    _at: int  # index of the weights' device
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -78,7 +78,7 @@ class CudaKernel(OwnKernel):
         self._variants = variants(geometry, self.number_format())
 
     def variants(self) -> tuple[Variant, ...]:
-        """Return those of a card whose tensor cores take bfloat16 subnormals; a plan asks its card."""
+        """Return the variants for cards whose tensor cores take bfloat16 subnormals. ``_make_plan`` probes its card."""
         return self._variants
 
     @classmethod
@@ -94,7 +94,7 @@ class CudaKernel(OwnKernel):
             remedy = warmup_command(self.geometry, self.card)
             (probe,) = load((PROBE,), self.target, remedy)
             if not takes_subnormals(device, probe):
-                # The command compiles for cards that need not be here.
+                # The warmup command does not probe, since it compiles for cards that may be absent.
                 needed, remedy = variants(self.geometry, self.number_format(), False), "start once without it"
             cubins = load(needed, self.target, remedy)
             modules = {variant.tokens: driver.Module(cubin) for variant, cubin in zip(needed, cubins, strict=True)}
@@ -102,8 +102,8 @@ class CudaKernel(OwnKernel):
         sizes = {tokens: (m.constant("workspace_bytes"), m.constant("filled_bytes")) for tokens, m in modules.items()}
         logger.info("cuda kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
         plan = LaunchPlan(functions, sizes)
-        # Also runs in processes that multiprocessing forked, which skip ``atexit``. It keeps the tensor for graphs that outlive
-        # the plan.
+        # ``Finalize`` also runs in processes that multiprocessing forked, which skip ``atexit``. It keeps the tensor for graphs
+        # that outlive the plan.
         Finalize(None, _report_stuck_launch, (self.geometry, plan.stuck), exitpriority=0)
         return plan
 
@@ -114,7 +114,7 @@ class CudaKernel(OwnKernel):
         for size, function in reversed(self._plan.functions.items()):
             both = [function.launcher(min(self.card.multiprocessors, MOST_BLOCKS), layer, records.CALL) for layer in layers]
             for tokens in range(1, min(size, self.capacity) + 1):
-                # A call without logits, of a layer that takes some, is refused where it is prepared.
+                # ``MoECall.prepared`` refuses a call without logits if the layer takes logits.
                 routes = (tokens, self.geometry.top_k) if self.geometry.scoring is None else None
                 launches[tokens, self.geometry.hidden_size] = routes, size, both
             if size == TOKENS[-1]:
@@ -122,7 +122,7 @@ class CudaKernel(OwnKernel):
         self._launches, self.weights, self.first_expert = launches, weights, first_expert
 
     def forms(self) -> Mapping[str, CudaKernel]:
-        """Return the kernel, and the one that gathers an expert's routes also where the tokens would be a product's columns."""
+        """Return this kernel, and a copy that gathers an expert's routes in calls of few tokens too."""
         gathering = copy.copy(self)
         gathering.gathers, gathering._launches = True, self._gathering
         return {"": self} | ({"gathering": gathering} if self._most_apart > 1 else {})
@@ -148,7 +148,7 @@ class CudaKernel(OwnKernel):
         x, ids, router_weights, x_sf, swizzled, given, _, logits, bias, padding = call
         geometry, device, at, out, wide, half = self.geometry, self._at, x.data_ptr(), given, False, False
         form, dtype = self._launches.get(x.shape), geometry.dtype
-        # What hosts pass is taken as it is, checked here as ``prepared`` does: each look at a tensor takes 0.1 us.
+        # The usual tensors skip ``prepared`` after the same checks here: each access to a tensor takes 0.1 us.
         if (
             form is not None and logits is None and x_sf is None and x.dtype is dtype
             and ids.shape == form[0] == router_weights.shape and ids.dtype is _INT32 and router_weights.dtype is _FLOAT32
@@ -185,13 +185,13 @@ class CudaKernel(OwnKernel):
             )  # fmt: skip
         except driver.DriverError as error:
             raise driver.DriverError(_stuck_launch(geometry, plan.stuck) or str(error)) from None
-        return out if given is None or given is out else given.copy_(out)  # the kernel could not write the caller's
+        return out if given is None or given is out else given.copy_(out)  # the kernel cannot write ``given``
 
     def _workspace(self, owner: _Owner) -> tuple[int, torch.Tensor]:
         """Allocate the workspace of a stream, or of a graph that is being captured.
 
-        A graph sets its own up at each replay, since the two fills are part of it, and owns the memory. So what earlier captures
-        of the stream got goes back to their graphs. Nothing else fills one a second time: no pool of an engine may hold it.
+        A graph owns its workspace, and fills it at each replay, since both fills are captured. So workspaces of the stream's
+        earlier captures are left to their graphs. Other workspaces are filled only once, so no engine's pool may hold them.
         """
         plan, (tokens, capture, stream) = self._plan, owner
         for old in [other for other in plan.workspaces if other[2] == stream and other[1] not in (0, capture)]:
@@ -211,7 +211,7 @@ class CudaKernel(OwnKernel):
 
 
 def _stuck_launch(geometry: Geometry, stuck: torch.Tensor) -> str:
-    """Describe the launch of this geometry that the kernel stopped; empty if there is none."""
+    """Describe the launch of this geometry that the kernel stopped; empty if no launch was stopped."""
     if not (tokens := int(stuck)):
         return ""
     others = ",".join(name for name in settings.FAMILIES if name != CudaKernel.features.name)

@@ -1,16 +1,16 @@
-// A layer of many routes an expert, on mma.sync and cp.async: a weight is decoded once for up to GROUP_ROUTES routes.
+// A layer with many routes per expert (mma.sync, cp.async). Weights are decoded once for up to GROUP_ROUTES routes.
 //
 //   launch      is
-//     prepare   sorts the routes by expert, cuts an expert's into groups, and brings x to the order of products
-//     fc1, fc2  products of tiles, dealt to the blocks; a tile is 32 rows a warp of an expert's matrix by a group
-//     sum       a token's output
-//   They overlap (programmatic launches): one begins when all blocks of the one ahead have let it, and waits before it
-//   reads what that one writes. No block waits for another of its launch, so every launch ends.
+//     prepare   sorts routes by expert, splits an expert's routes into groups, and arranges x in the order of products
+//     fc1, fc2  multiply tiles, dealt to the blocks; a tile is 32 rows per warp of an expert's matrix by a group
+//     sum       adds up a token's output
+//   Launches overlap (programmatic dependent launch). A launch begins once all blocks of the launch ahead allow it, and
+//   waits before it reads that launch's results. No block waits for another block of its launch, so every launch ends.
 //
 //   file                  what it is
 //     gemm_routes.cuh     workspace; sorting
 //     gemm_products.cuh   products
-//     others              the one launch has them too: see layer.cu
+//     others              shared with the decode launch: see layer.cu
 #include "gemm_products.cuh"
 
 extern "C" __device__ const int prepare_threads = SORTERS, prepare_shared_bytes = SORTING_BYTES;

@@ -1,8 +1,8 @@
-"""Layers of many routes an expert (``gemm.cu``): grouped products of 16-bit activations, for calls of any size.
+"""Layers with many routes per expert (``gemm.cu``): grouped products of 16-bit activations, for calls of any size.
 
-NVFP4, W4A16_NVFP4, MXFP4 and MXFP8, on the host's own tensors. Numbers are those of the one launch (``decode.py``). Scratch
-memory is the call's, or comes from torch's allocator call by call: of a token its x, and of a route the activation's result and
-a share of the output, 2 bytes a value (48 MB for 8,192 routes of Qwen3-30B-A3B). Calls of more than 16,384 routes run in parts.
+Kernels read the engine's own tensors in NVFP4, W4A16_NVFP4, MXFP4 and MXFP8, with the numerics of ``decode.py``. A call passes
+scratch memory, or torch allocates it for the call. It holds each token's x, and each route's activation result and share of the
+output, 2 bytes a value (48 MB for 8,192 routes of Qwen3-30B-A3B). Calls of more than 16,384 routes run in parts.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from .variant import Variant, check_sizes, load, sizes_of_layer
 SOURCE = "gemm.cu"
 KERNELS = ("prepare", "fc1", "fc2", "sum")
 _SIZES = ("workspace_bytes", "token_bytes", "route_bytes", "share_bytes", "halved_routes")
-"""Bytes of the scratch memory: without tokens, of a token, a route and a share; and routes up to which a route has two."""
+"""Bytes of scratch memory: fixed, per token, per route, per share; and maximum number of routes with two shares each."""
 MOST_ROUTES = 16384
-"""Of a launch, as ``gemm_routes.cuh`` has it."""
+"""Maximum number of routes of a launch, the same as in ``gemm_routes.cuh``."""
 _MOST_EXPERTS = 1024
 _STAGES = 2
 _PREPARING, _SUMMING = 2, 8
-"""Blocks a multiprocessor."""
+"""Blocks per multiprocessor of ``prepare`` and of ``sum``."""
 _LARGE = 200 << 10
-"""Bytes of shared memory of a multiprocessor (Hopper) for which ``SHAPES`` are meant; else ``SMALL_SHAPES``."""
+"""Minimum bytes of shared memory per multiprocessor (Hopper) for ``SHAPES``. Smaller cards take ``SMALL_SHAPES``."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How ``fc1`` and ``fc2`` share the work."""
+    """Work split of ``fc1`` and ``fc2``."""
 
     routes: int
     """Maximum number of routes for which a weight is decoded once."""
     warps: int
     blocks: int
-    """Blocks a multiprocessor."""
+    """Blocks per multiprocessor."""
 
     def __str__(self) -> str:
         return f"{self.routes}x{self.warps}x{self.blocks}"
@@ -61,10 +61,10 @@ SMALL_SHAPES = {
     4: (Shape(16, 8, 2), Shape(32, 16, 1), Shape(64, 8, 1), Shape(96, 8, 1)),
     8: (Shape(16, 10, 1), Shape(32, 8, 1), Shape(64, 7, 1), Shape(96, 5, 1)),
 }
-"""By the bits of a code, in the order of the routes an expert that they are for. Measured on an H200, the latter because they
-fit into SM12x's 99 KB."""
+"""Shapes by bits of a code, in ascending order of routes per expert. They were measured on an H200, ``SMALL_SHAPES`` because
+they fit into SM12x's 99 KB."""
 _ENDS = (8, 24, 48)
-"""Routes an expert up to which each shape but the last is for. Its neighbors are proposed beside it."""
+"""Maximum routes per expert for each shape but the last. ``proposals`` adds the neighboring shapes."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class GemmPlan(Plan):
     """Constants of each shape's module, see ``_SIZES``."""
 
     def bytes_of(self, shape: Shape, tokens: int, top_k: int) -> int:
-        """Return the bytes of the scratch memory of a launch."""
+        """Return a launch's bytes of scratch memory."""
         fixed, of_token, of_route, of_share, halved = self.sizes_of(shape)
         routes = tokens * top_k
         return fixed + tokens * of_token + routes * of_route + routes * of_share * (2 if routes <= halved else 1)
@@ -91,10 +91,10 @@ class GemmKernel(OwnKernel):
     features = families.gemm(Environment())
     reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
     held: Shape | None = None
-    """Shape of every call; None: the first of ``proposals``."""
+    """Shape of every call, or None for the first of ``proposals``."""
     _plan: GemmPlan
     _launches: dict[Shape, list[tuple[Any, ...]]]
-    """Launches of unquantized and of quantized input."""
+    """Launches of unquantized and of quantized input, by shape."""
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
@@ -118,7 +118,7 @@ class GemmKernel(OwnKernel):
         return (SHAPES if self.card.shared_memory >= _LARGE else SMALL_SHAPES)[self.number_format().code_bits]
 
     def proposals(self, tokens: int) -> tuple[Shape, ...]:
-        """Return the shapes for a call of so many tokens, the one to take unmeasured first."""
+        """Return the shapes for a call of ``tokens`` tokens. Without measurements, the first is used."""
         at, known = self._suiting(tokens), self._known()
         return known[at], *known[at + 1 : at + 2], *known[max(at - 1, 0) : at]
 
@@ -133,7 +133,7 @@ class GemmKernel(OwnKernel):
 
     @property
     def _most_tokens(self) -> int:
-        """Maximum number of tokens of a launch: a multiple of 128, as scales of quantized input lie, unless it is less."""
+        """Maximum number of tokens of a launch: a multiple of 128, the rows of a 128x4 tile of input scales, or less than 128."""
         most = MOST_ROUTES // self.geometry.top_k
         return most // 128 * 128 or most
 
@@ -146,7 +146,7 @@ class GemmKernel(OwnKernel):
         sizes |= {"HALVES1": 2, "HALVES2": 2, "NARROW": False, "TILES_A_TASK": 1, "STAGES": _STAGES, "GROUP_ROUTES": shape.routes}
         sizes |= {"WARPS": shape.warps, "PARTS1": shape.warps, "PARTS2": shape.warps, "BLOCKS_A_SM": shape.blocks}
         sizes["SCALED_X"] = self.number_format().group_size == 32
-        # A list of tiles for fewer blocks is longer than it need be. Then cards share cubins.
+        # A power of two lets cards share cubins. With fewer blocks than a card has, the list of tiles is longer than needed.
         sizes["FEWEST_BLOCKS"] = 1 << (blocks.bit_length() - 1)
         return Variant(f"gemm, {shape}", SOURCE, shape.routes, tuple(sizes.items()))
 
@@ -198,7 +198,7 @@ class GemmKernel(OwnKernel):
         return kernel
 
     def _test(self) -> list[SelfTestResult] | None:
-        """Test each shape with one token, and with experts that have more routes than a group, as far as calls are so long."""
+        """Test each shape with one token, and with more routes per expert than a group has, if ``capacity`` allows that."""
         tested: dict[int, list[GemmKernel]] = {}
         for shape in self._plan.functions:
             experts = max(QUICK_EXPERTS, self.geometry.top_k)
@@ -217,7 +217,7 @@ class GemmKernel(OwnKernel):
         plan, top_k, tokens = self._plan, self.geometry.top_k, min(tokens, self.capacity, self._most_tokens)
         sizes = []
         for shape in plan.functions:
-            # The largest call whose routes have two shares may need more than a larger one.
+            # The largest call whose routes have two shares may need more memory than a larger call.
             halved = min(tokens, plan.sizes_of(shape)[-1] // top_k)
             sizes += [plan.bytes_of(shape, count, top_k) for count in (tokens, halved)]
         return max(sizes)
@@ -230,7 +230,7 @@ class GemmKernel(OwnKernel):
         if not 0 < tokens <= self.capacity:
             raise ValueError(f"no kernel is planned for {tokens} tokens, only for 1 to {self.capacity}")
         parts = -(-tokens // self._most_tokens)
-        step = tokens if parts == 1 else -(-tokens // parts // 128) * 128  # all parts about as long
+        step = tokens if parts == 1 else -(-tokens // parts // 128) * 128  # parts have about the same length
         for first in range(0, tokens, step):
             part = call if parts == 1 else call.of_tokens(first, min(first + step, tokens))
             self._launch_part(part, out[first : first + step] if parts > 1 else out)

@@ -1,21 +1,21 @@
-// The products of FC1 or FC2. A block has a list of tiles, which its warps compute together, one after the other. Warp
-// w has 32 rows of a tile, in FC1 16 of up and the same 16 of gate, and all routes of the group.
+// The products of FC1 or FC2. A block's warps compute its list of tiles together, one tile after the other. A warp
+// computes 32 rows of a tile, in FC1 16 of up and the same 16 of gate, for all routes of the group.
 //
-// Weights are A of mma: a warp copies its own (stage.cuh), and a lane decodes the bytes that it has copied. Routes are
-// B: the block copies 128 columns of each, in the order of products, so that 16 bytes of a lane are B of two products.
+// Weights are A of mma: a warp copies its own (stage.cuh), and a lane decodes the bytes that it copied. Routes are B:
+// the block copies 128 columns of each in the order of products, so 16 bytes of a lane are B of two products.
 //
-// A stage is 128 columns of all. Weights are asked for STAGES stages ahead, since those of a stage are in registers
-// when the next ones go in their place; routes STAGES - 1 ahead. One barrier a stage: behind it the stage's routes are
-// there for all, and the ones before have been read by all. Stages run on across tiles.
+// A stage is 128 columns of all. Weights are copied STAGES stages ahead, since a warp has a stage in registers before
+// new weights overwrite it. Routes are copied STAGES - 1 stages ahead. After a stage's one barrier, all warps see its
+// routes and have read the previous ones. Stages continue across tiles.
 #pragma once
 #include "gemm_routes.cuh"
 #include "stage.cuh"
 
-// ---- shared memory: stages of each warp's weights, of routes, tokens of two tiles' routes, the list of tiles
+// ---- shared memory: each warp's stages of weights, stages of routes, tokens of two tiles' routes, the list of tiles
 constexpr int WEIGHT_STAGE = 2 * HALF_BYTES, ROUTE_STAGE = GROUP_ROUTES * 256;
 constexpr int ROUTES_AT = WARPS * STAGES * WEIGHT_STAGE, TOKENS_AT = ROUTES_AT + STAGES * ROUTE_STAGE;
 constexpr int LIST_AT = TOKENS_AT + 2 * 4 * GROUP_ROUTES, MOST_TASKS = TASKS1 > TASKS2 ? TASKS1 : TASKS2;
-// Tiles of a block, at most: all of the largest call's, or the four of a call whose columns of FC2 are halved.
+// Maximum number of tiles of a block: those of the largest call, or four in a call whose columns of FC2 are halved.
 constexpr int MOST_TILES = (MOST_GROUPS * MOST_TASKS + FEWEST_BLOCKS - 1) / FEWEST_BLOCKS;
 constexpr int LIST = MOST_TILES < 4 ? 4 : MOST_TILES;
 constexpr int PRODUCTS_BYTES = LIST_AT + 8 * LIST;
@@ -31,7 +31,7 @@ struct Tile {
   DEVICE u32 routes() const { return place_routes >> 16; }
 };
 
-// A stage of a tile: a block of columns, which go on to `end`; and its number modulo STAGES.
+// A stage: its tile, its block of columns, the end of the tile's blocks, and the stage's number modulo STAGES.
 struct Cursor {
   int tile = 0, block = 0, end = 0, slot = 0;
 };
@@ -42,7 +42,7 @@ struct Products {
   static constexpr int TASKS = phase == FC1 ? TASKS1 : TASKS2, ROW = phase == FC1 ? ROW_OF_X : ROW_OF_H;
   static constexpr bool WHOLE = COLUMNS == BLOCKS * 128;    // all columns of all blocks are columns of x or h
   static constexpr bool float16 = FLOAT16 && phase == FC1;  // h is bfloat16
-  static constexpr int ROWS_AT_ONCE = THREADS / 16;         // routes of which the block copies 16 bytes a thread
+  static constexpr int ROWS_AT_ONCE = THREADS / 16;         // routes that the block copies at once, 16 bytes a thread
   static constexpr int TURNS = (GROUP_ROUTES + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 
   const Layer& layer;
@@ -51,12 +51,12 @@ struct Products {
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
   const u32 base = shared_address(shared_memory());
   Stage weights{layer, lane};
-  int tiles = 0, parts = 1;      // tiles of this block; parts of the columns, each a tile of its own
-  Cursor of_weights, of_routes;  // of the stages that are asked for next
-  uint4 from;                    // where the weights of this warp begin in that tile
-  int copied = 0;                // routes that are copied of that tile, a multiple of 8
-  u32 row_at[TURNS];             // where this thread's rows of them begin in x or h
-  int used = 0;                  // number of the stage that is used next, modulo STAGES
+  int tiles = 0, parts = 1;      // tiles of this block; parts of the columns, each a separate tile
+  Cursor of_weights, of_routes;  // stages to copy next
+  uint4 from;                    // start of this warp's weights in the tile of `of_weights`
+  int copied = 0;                // routes to copy in the tile of `of_routes`, a multiple of 8
+  u32 row_at[TURNS];             // start of this thread's rows of those routes in x or h
+  int used = 0;                  // number of the stage to use next, modulo STAGES
 
   DEVICE Products(const Layer& layer, const Call& call) : layer(layer), call(call) {}
 
@@ -64,11 +64,11 @@ struct Products {
     return {load_shared(base + LIST_AT + 8 * i), load_shared(base + LIST_AT + 8 * i + 4)};
   }
   // ---- which tiles
-  // Tile i of the block: blocks take turns, from the first to the last and back.
+  // Lists the block's tiles. Blocks take turns, from the first to the last and back.
   DEVICE void list_tiles() {
     int all = *w.groups() * TASKS;
     const int blocks = gridDim.x;
-    // Halves, where fewer turns of half the length are left.
+    // Halve the columns if that takes less than twice as many turns, each half as long.
     if (phase == FC2 && BLOCKS > 1 && w.routes() <= HALVED_ROUTES && all < 2 * blocks &&
         (2 * all + blocks - 1) / blocks < 2 * ((all + blocks - 1) / blocks))
       parts = 2;
@@ -79,7 +79,7 @@ struct Products {
     tiles = all / blocks;
     tiles += number(tiles) < all;
     for (int i = tid; i < tiles; i += THREADS) {
-      // The groups of an expert follow each other within a task: its weights are then in L2.
+      // The groups of an expert follow each other within a task, so its weights are in L2.
       const uint4 a = w.table()[number(i) / tasks];
       const Group any = {a.x, a.y, a.z, a.w};
       const int rest = number(i) - tasks * any.first();
@@ -97,7 +97,7 @@ struct Products {
   DEVICE int end_block(int part) const { return phase == FC2 && part + 1 < parts ? BLOCKS / 2 : BLOCKS; }
 
   // ---- copies
-  // Goes on to the next stage. Returns whether it is the first of another tile, and there is one.
+  // Advances to the next stage. Returns whether that stage begins another tile of the list.
   DEVICE bool advance(Cursor& at) const {
     at.slot = at.slot + 1 == STAGES ? 0 : at.slot + 1;
     return ++at.block == at.end && ++at.tile < tiles;
@@ -111,7 +111,7 @@ struct Products {
     const Tile of = enter(of_weights);
     from = phase == FC1 ? tile1(of.expert(), rows_of(of)) : tile2(of.expert(), rows_of(of));
   }
-  // Asks for the warp's next stage of weights, if there is one.
+  // Starts copying the warp's next stage of weights, if tiles are left.
   DEVICE void ask_for_weights() {
     if (of_weights.tile < tiles) {
       const u32 to = base + (warp * STAGES + of_weights.slot) * WEIGHT_STAGE, block = of_weights.block;
@@ -124,7 +124,7 @@ struct Products {
     }
     copy_commit();
   }
-  // `begin`: no tokens of this tile are in shared memory.
+  // `begin`: shared memory does not have the tokens of this tile yet.
   DEVICE void find_routes(bool begin) {
     const Tile of = enter(of_routes);
     const int routes = of.routes(), row = tid >> 4;
@@ -143,8 +143,8 @@ struct Products {
       copy_bytes<4>(token_at(of_routes.tile + 1, i), (const u8*)(w.tokens_at() + next.place() + i));
   }
   DEVICE u32 token_at(int of, int number) const { return base + TOKENS_AT + ((of & 1) * GROUP_ROUTES + number) * 4; }
-  // Asks for the block's next stage of routes, if there is one. Rows are 256 bytes; those of odd numbers have their
-  // halves exchanged, so that two rows' halves are in different banks.
+  // Starts copying the block's next stage of routes, if tiles are left. Rows are 256 bytes. Odd rows swap the 64-byte
+  // halves of each 128 bytes, so the same halves of two rows are in different banks.
   DEVICE void ask_for_routes() {
     if (of_routes.tile < tiles) {
       const int row = tid >> 4, chunk = tid & 15, block = of_routes.block;
@@ -167,7 +167,7 @@ struct Products {
     weights.template begin<false, false>(0);
     if (phase == FC1) wait_for_launch_ahead();
     let_next_launch_begin();
-    list_tiles();  // FC2: by a launch that has ended when FC1 let this one begin
+    list_tiles();  // FC2: `prepare`, which wrote the table, ended before FC1 let this launch begin
     if (tiles > 0) {
       find_weights();
       EACH (i, STAGES) ask_for_weights();
@@ -176,13 +176,13 @@ struct Products {
     if (tiles > 0) find_routes(true);
     EACH (i, STAGES - 1) {
       ask_for_routes();
-      copy_commit();  // in the place of weights: those are there
+      copy_commit();  // an empty group in place of the weights, which are requested above
     }
     ROLLED
     for (int i = 0; i < tiles; i++) multiply_at_least<1>(tile_at(i));
     copy_wait<0>();
   }
-  // The number of columns is a constant of the code, in products of 8: one of 1 to 8, 10 and 12.
+  // Picks `eights`, the number of products of 8 columns, as a compile-time constant: 1 to 8, 10 or 12.
   template <int eights>
   DEVICE void multiply_at_least(const Tile& of) {
     constexpr int most = GROUP_ROUTES / 8;
@@ -192,7 +192,7 @@ struct Products {
     }
     multiply<eights>(of);
   }
-  // The tile's products with 8 * eights routes.
+  // Computes the tile's products with 8 * eights routes.
   template <int eights>
   DEVICE void multiply(const Tile& of) {
     float sums[2][eights][4] = {};
@@ -250,7 +250,7 @@ struct Products {
         EACH (j, 2)
           h[j] = X_FACTOR * factors.activated(sums[half][n][first + j] * factors.up_factor + up_bias,
                                               GATED ? sums[half][n][2 + j] * factors.gate_factor + gate_bias : 0);
-        // Rows k and k + FAR are a pair: one lane takes that of one route, the other that of the other.
+        // Rows k and k + FAR are a pair. One lane writes the first route's pair, the other lane the second route's.
         const float other = __shfl_xor_sync(~0u, low ? h[1] : h[0], 4 * FAR);
         const u32 pair =
             low ? (u32)to_bf16(h[0]) | (u32)to_bf16(other) << 16 : (u32)to_bf16(other) | (u32)to_bf16(h[1]) << 16;
@@ -258,8 +258,8 @@ struct Products {
       }
     }
   }
-  // Shares are float16 with an exponent for 32 rows. Rows beyond the matrix have codes of zero: 0, or NaN, which is not
-  // the largest.
+  // Shares are float16 with one exponent per 32 rows. Rows beyond the matrix have zero codes, so their products are 0
+  // or NaN, and fmaxf ignores NaN.
   template <int eights>
   DEVICE void store_shares(const Tile& of, float (*sums)[eights][4]) const {
     const int number = rows_of(of), part = part_of(of);
@@ -271,7 +271,7 @@ struct Products {
       if (BIAS && part == 0 && row < STORED_HIDDEN)
         bias[piece] = bias_at(layer.bias2, (u64)of.expert() * STORED_HIDDEN + row);
     }
-    // All at once: an exchange between lanes takes a while.
+    // All maxima are exchanged together, since an exchange between lanes takes a while.
     float most[eights][2];
     EACH (n, eights)
       EACH (j, 2) {

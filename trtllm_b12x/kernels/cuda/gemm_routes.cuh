@@ -1,6 +1,6 @@
-// From ids to groups: up to GROUP_ROUTES routes of an expert, which are the columns of a tile's products. And x in the
-// order of products. `sizes.cuh` has WARPS and BLOCKS_A_SM of fc1 and fc2, STAGES on their way to a warp, GROUP_ROUTES,
-// and FEWEST_BLOCKS in all.
+// Sorts routes into groups, and arranges x in the order of products. A group is up to GROUP_ROUTES routes of an expert,
+// the columns of a tile's products. `sizes.cuh` has WARPS and BLOCKS_A_SM of fc1 and fc2, STAGES in flight per warp,
+// GROUP_ROUTES, and FEWEST_BLOCKS, the minimum number of blocks of fc1 and fc2.
 #pragma once
 #include "call.cuh"
 
@@ -8,22 +8,22 @@ constexpr int THREADS = WARPS * 32, SORTERS = 1024, SUMMERS = 256;
 constexpr int MOST_ROUTES = 16384, MOST_TOKENS = MOST_ROUTES / TOP_K;
 constexpr int MOST_GROUPS = EXPERTS + MOST_ROUTES / GROUP_ROUTES;
 constexpr int ROW_OF_X = BLOCKS1 * 256, ROW_OF_H = BLOCKS2 * 256;  // bytes of a token's x and of a route's h
-constexpr int SHARE_BYTES = 64;                                    // of a route and a tile of FC2: 32 float16
-// FC2's columns are halved, and a route has two shares, in calls of so few tokens whose tiles leave blocks idle.
+constexpr int SHARE_BYTES = 64;                                    // per route and tile of FC2: 32 float16
+// Calls of up to this many routes halve FC2's columns, with two shares per route, if their tiles leave blocks idle.
 constexpr int HALVED_ROUTES = 4096;
 static_assert(EXPERTS <= SORTERS, "a thread has an expert");
 static_assert(GROUP_ROUTES % 8 == 0 && GROUP_ROUTES <= 96, "a group is columns of whole products, in registers");
 static_assert(HALVES1 == 2 && HALVES2 == 2 && PARTS1 == WARPS && PARTS2 == WARPS, "a tile is a warp's, of 32 rows");
 
-// A group: its expert; the first group of the expert, and how many that has; its first place, and its routes. A place
-// is that of a route among all by expert.
+// A group: its expert; the expert's first group and number of groups; its first place; its number of routes. A place is
+// a route's index in the order by expert.
 struct Group {
   u32 expert, of_expert, place, routes;
   DEVICE u32 first() const { return of_expert >> 16; }
   DEVICE u32 count() const { return of_expert & 0xffff; }
 };
 
-// The workspace of a call. Whoever reads a part of it runs behind the launch that writes it.
+// The workspace of a call. Each part is read after the launch that writes it has ended.
 constexpr u64 PLACES_AT = 256 + 16 * (u64)MOST_GROUPS, X_AT = PLACES_AT + 8 * (u64)MOST_ROUTES;
 constexpr u64 SHARE_OF_ROUTE = (u64)ALL_TILES2 * SHARE_BYTES;
 extern "C" __device__ const int workspace_bytes = X_AT, token_bytes = ROW_OF_X, route_bytes = ROW_OF_H,
@@ -32,13 +32,13 @@ struct Workspace {
   u8* base;
   u64 tokens;
   DEVICE explicit Workspace(const Call& call) : base(call.workspace), tokens(call.tokens) {}
-  DEVICE u32* groups() const { return (u32*)base; }                       // how many there are
-  DEVICE u32* parts() const { return (u32*)base + 1; }                    // of FC2's columns: 1 or 2
+  DEVICE u32* groups() const { return (u32*)base; }                       // number of groups
+  DEVICE u32* parts() const { return (u32*)base + 1; }                    // parts of FC2's columns: 1 or 2
   DEVICE uint4* table() const { return (uint4*)(base + 256); }            // each a Group
-  DEVICE int* places() const { return (int*)(base + PLACES_AT); }         // of a route; -1: its expert is not here
+  DEVICE int* places() const { return (int*)(base + PLACES_AT); }         // by route; -1 if its expert is not local
   DEVICE u32* tokens_at() const { return (u32*)places() + MOST_ROUTES; }  // by place
   DEVICE u8* x() const { return base + X_AT; }                            // by token
-  DEVICE u8* h() const { return x() + tokens * ROW_OF_X; }                // by place, as the shares
+  DEVICE u8* h() const { return x() + tokens * ROW_OF_X; }                // by place, like the shares
   DEVICE u64 routes() const { return tokens * TOP_K; }
   DEVICE u64 shared_routes() const { return routes() <= HALVED_ROUTES ? 2 * routes() : routes(); }
   DEVICE u8* shares() const { return h() + routes() * ROW_OF_H; }                       // by part and place
@@ -46,11 +46,11 @@ struct Workspace {
 };
 
 // ---- sorting, by one block
-// Memory: counts, first routes and first groups of experts, experts by the size of their groups, sums of warps, tokens.
+// Memory: counts, first routes and first groups by expert, numbers of experts by size of group, sums by warp, tokens.
 constexpr int SIZES = GROUP_ROUTES / 8 + 1;
 constexpr int SORTING_BYTES = 4 * (3 * EXPERTS + SIZES + SORTERS / 32) + 2 * MOST_ROUTES;
 
-// `each`: routes of a thread. Calls of up to 1,024 routes have short code: it comes from memory in every layer.
+// `each`: routes per thread. Calls of up to 1,024 routes run short code, since every layer loads its code from memory.
 template <int each>
 DEVICE void sort_routes(const Layer& layer, const Call& call) {
   u32 *count = (u32*)shared_memory(), *first_route = count + EXPERTS, *first_group = first_route + EXPERTS;
@@ -70,8 +70,8 @@ DEVICE void sort_routes(const Layer& layer, const Call& call) {
   EACH (i, each)
     if (expert[i] >= 0) rank[i] = atomicAdd(count + expert[i], 1);
   __syncthreads();
-  // An expert's groups have the same size, but the last. Experts whose groups are largest come first: then tiles that
-  // are dealt out in turns cost about the same.
+  // All groups of an expert but the last have the same size. Experts with the largest groups come first, so tiles dealt
+  // out in turns cost about the same.
   const int own = has_expert ? count[tid] : 0, groups = (own + GROUP_ROUTES - 1) / GROUP_ROUTES;
   const int size = groups ? ((own + 7) / 8 + groups - 1) / groups : 0;  // in products of 8 columns
   u32 turn = has_expert ? atomicAdd(of_size + size, 1) : 0;
@@ -81,7 +81,7 @@ DEVICE void sort_routes(const Layer& layer, const Call& call) {
     first_group[turn] = groups;
   }
   __syncthreads();
-  // Two sums at once: of the routes of experts before, and of the groups of turns before.
+  // One scan adds up both the routes of earlier experts and the groups of earlier turns.
   const u32 mine = has_expert ? first_group[tid] << 16 | own : 0;
   u32 upto = mine;
   UNROLL

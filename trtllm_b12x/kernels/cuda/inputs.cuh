@@ -1,8 +1,8 @@
-// Columns of a product: x (FC1) and h (FC2), in the registers of a warp that multiplies. Slices have their own: h in
-// slices.cuh, x of ONE_TOKEN in one_token.cuh.
+// Columns of a product: x (FC1) and h (FC2), in the registers of a warp that multiplies. Slices have separate code: h
+// in slices.cuh, x of ONE_TOKEN in one_token.cuh.
 //
-// A pair of h is its own flag. It begins as 0xffffffff, which no rounding makes; FC2 loads pairs, in the size in which
-// they are written (32 bits, relaxed), until none of them is that, so no order between addresses is needed.
+// A pair of h is its own flag. It begins as the sentinel 0xffffffff, which rounding never makes. FC2 loads pairs in the
+// size in which they are written (32 bits, relaxed) until all differ from the sentinel, so addresses need no order.
 #pragma once
 #include "raw.cuh"
 #include "records.cuh"
@@ -13,8 +13,8 @@ struct Inputs {
   const bool quantized = NVFP4 && b.call.x_sf;  // x is FP4
   const u8* row = nullptr;                      // row g: its token's x, or this lane's share of its route's h
   u32 token = min(g, b.call.tokens - 1);
-  bool asked = false;  // GATHER: loads are on their way for the next stage, or the next task's first
-  u32 x[RESIDENT ? BLOCKS_A_WARP : 1][16];  // as in memory until `arrange`
+  bool asked = false;  // GATHER: loads of the next stage, or of the next task's first, are in flight
+  u32 x[RESIDENT ? BLOCKS_A_WARP : 1][16];  // in memory order until `arrange`
 
   DEVICE explicit Inputs(const Block& block) : b(block) {}
 
@@ -31,7 +31,7 @@ struct Inputs {
       to_token();
     }
   }
-  // Loads this lane's 32 columns of a block of 128. Of x in FP4: codes to to[0 .. 3], two scales to to[4].
+  // Loads this lane's 32 columns of a block of 128. If x is FP4, codes go to to[0 .. 3] and two scales to to[4].
   template <int phase>
   DEVICE void load(u32* to, int block) {
     if (phase == FC1 && quantized) {
@@ -54,11 +54,11 @@ struct Inputs {
       to[4 * i] = q.x, to[4 * i + 1] = q.y, to[4 * i + 2] = q.z, to[4 * i + 3] = q.w;
     }
   }
-  // Loads x of all blocks of this warp, the first of which is `first`.
+  // Loads x of all blocks of this warp, from block `first` on.
   DEVICE void load_x(int first) {
     EACH (i, BLOCKS_A_WARP) load<FC1>(x[i], first + i * SPLIT1);
   }
-  // From the order of memory to that of decoded pairs.
+  // Rearranges x from memory order to the order of decoded pairs.
   DEVICE void arrange(u32* x) const {
     if (!quantized) return to_pairs(x);
     Rows rows;
@@ -66,7 +66,7 @@ struct Inputs {
     rows.scales = x[4];
     to_pairs(rows, x);
   }
-  // Loads 128 columns of h again until they are there, for lanes that have some. Columns beyond the matrix become 0.
+  // Reloads 128 columns of h until they are written, in lanes with `some`. Columns beyond the matrix become 0.
   template <class Load>
   DEVICE void wait_for_h(u32* h, int column, bool some, Load again) const {
     while (some) {

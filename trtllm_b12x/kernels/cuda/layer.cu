@@ -1,5 +1,5 @@
 // A decode layer in one launch: FC1, activation, FC2 and the weighted sum over a token's routes, for 1 to MAX_TOKENS
-// (at most 64) tokens. It needs what a block of SM12x has: 99 KB of shared memory, mma.sync, cp.async, mbarriers.
+// (at most 64) tokens. It needs only features of SM12x: 99 KB of shared memory a block, mma.sync, cp.async, mbarriers.
 //
 //   tasks, in the order of their phases  few tokens              more: GATHER, by groups of up to 8 routes of an expert
 //     FC1                                expert hit x tiles      group x tiles
@@ -13,11 +13,11 @@
 //
 //   file             what it is
 //     ptx.cuh        instructions
-//     matrix.cuh     sizes of a layer, and where a tile's codes and scales lie
+//     matrix.cuh     sizes of a layer, and positions of a tile's codes and scales
 //     config.cuh     sizes of one launch, and their limits
 //     numbers.cuh    codes and scales to operands of products
-//     raw.cuh        codes to products as they are
-//     call.cuh       what the host hands over; activations
+//     raw.cuh        undecoded codes as operands of products
+//     call.cuh       arguments of a launch; activations
 //     records.cuh    workspace, shared memory, words
 //     scoring.cuh    logits to ids and router weights
 //     routing.cuh    ids to slots or groups
@@ -25,7 +25,7 @@
 //     stage.cuh      a stage of a warp's weights
 //     pipeline.cuh   the ring of such stages
 //     inputs.cuh     x and h in registers
-//     slices.cuh     what every warp that multiplies has; products for one token, by slices of columns
+//     slices.cuh     state of every multiplying warp; products for one token, by slices of columns
 //     products.cuh   calls of several tokens
 //     one_token.cuh  a call of one token
 //     sums.cuh       the warps that add
@@ -44,10 +44,10 @@ DEVICE void clear(u32 at) {
     if (words <= THREADS) break;
   }
 }
-// Makes barriers, counts and entries ready. Nothing of the launch ahead is read.
+// Initializes barriers, counts and masks. Reads nothing that the launch ahead writes.
 DEVICE void set_up(const Block& b) {
   const Shared& shared = b.shared;
-  // The lanes of a warp take turns at mbarriers, 35 ns each on an H100: so a lane of every warp.
+  // Lanes of one warp initialize mbarriers one after the other, 35 ns each on an H100, so each warp uses one lane.
   const int warp = __shfl_sync(~0u, b.warp, 0);  // in a uniform register
   if (b.lane == 0) {
     ROLLED
@@ -58,13 +58,13 @@ DEVICE void set_up(const Block& b) {
     clear<MAX_TOKENS>(shared.held());
     clear<(COUNTERS * EXPERTS + 1) / 2>(shared.base);
   } else {
-    clear<ROUTES * (1 + ROUTE_WORDS) + EXPERT_WORDS>(shared.slots());  // and masks, and bits of experts
+    clear<ROUTES * (1 + ROUTE_WORDS) + EXPERT_WORDS>(shared.slots());  // also masks, and bits of experts
   }
   __syncthreads();
 }
 
-// Brings scales of all experts to L2: behind the weights they would come late. What the launch ahead writes is asked
-// for only to have its addresses translated.
+// Prefetches scales of all experts to L2, since they would arrive late after the weights. Memory that the launch ahead
+// writes is prefetched only to translate its addresses.
 DEVICE void prefetch_inputs(const Block& b) {
   const int lane = threadIdx.x - (WARPS + 1) * 32;
   if (lane == -32) prefetch(b.call.workspace);
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   let_next_launch_begin();
 
   if (threadIdx.x == WARPS * 32) taker.begin();
-  if (ONE_TOKEN && warp < WARPS) {  // before anything else is known
+  if (ONE_TOKEN && warp < WARPS) {  // before tasks are known
     one.begin();
   } else if (!GATHER && warp < WARPS) {
     inputs.to_token();

@@ -1,40 +1,40 @@
-// Codes and block scales to operands of mma. Decoded, bit for bit as triton/operands.py does it, they are exact in
-// bfloat16, and for NVFP4 in float16: FP4 comes out 2^-8 times as large, and whoever adds multiplies by 256. Slices
-// take codes as they are: raw.cuh.
+// Decodes codes and block scales to operands of mma, bit for bit like triton/operands.py. Decoded values are exact in
+// bfloat16, and for NVFP4 in float16. FP4 comes out 2^-8 times as large, and sums are multiplied by 256. Slices take
+// undecoded codes: raw.cuh.
 #pragma once
 #include "matrix.cuh"
 
 constexpr float CODE_FACTOR = CODE_BITS == 4 ? 256.f : 1.f;
 
-// A block scale as a pair, and what to add: NaN if the scale is E8M0's NaN, else minus 0. In bfloat16 FP4's is 2^118
-// times as large.
+// A block scale as a pair, and the addend: NaN if the scale is E8M0's NaN, else minus 0. In bfloat16, scales of FP4 are
+// 2^118 times as large.
 struct Scale {
   u32 pair, added;
 };
 constexpr u32 MINUS_ZEROS = 0x80008000u, TWO_TO_60 = 0x5d805d80u, TWO_TO_120 = 0x7b807b80u;  // pairs
 // SCALED_X (E8M0): x and h are 2^60 times as large (FP4: 2^58), and a block scale is 2^60 times as large. So E4M3 needs
-// one multiplication instead of two, and FP4 takes scales of up to 2^67 instead of 2^9. A larger scale becomes NaN, and
-// |x| or |h| of 2^68 or more (FP4: 2^70) infinite; scales below 2^-59 lose bits.
+// one multiplication instead of two, and FP4 takes scales of up to 2^67 instead of 2^9. A larger scale becomes NaN. |x|
+// or |h| of 2^68 or more (FP4: 2^70) becomes infinite. Scales below 2^-59 lose bits.
 constexpr float X_FACTOR = !SCALED_X ? 1.f : CODE_BITS == 8 ? 0x1p60f : 0x1p58f;
 constexpr u32 X_FACTORS = CODE_BITS == 8 ? TWO_TO_60 : 0x5c805c80u;
 static_assert(!SCALED_X || GROUP == 32, "scales of other formats have a smaller range");
 
-// The first or the second of two E4M3. In float16 FP4's codes are 2^-14 times as large, and shall be 2^-8: the scale is
-// 64 (0x5400) times as large.
+// Returns the first or the second of two E4M3 scales. In float16, FP4's codes are 2^-14 times as large and must become
+// 2^-8, so the scale is 64 (0x5400) times as large.
 template <bool float16>
 DEVICE Scale nvfp4_scale(u32 bytes, bool second) {
   const u32 halves = e4m3x2_to_f16x2(bytes);
   if (float16) return {mul_f16x2(__byte_perm(halves, halves, second ? 0x3232 : 0x1010), 0x54005400u), 0};
   return {to_bf16x2(from_f16((u16)(second ? halves >> 16 : halves)) * 0x1p118f), MINUS_ZEROS};
 }
-// E8M0. 255 is NaN, and 0 is 2^-127: a subnormal.
+// Returns an E8M0 scale. 255 is NaN, and 0 is 2^-127, a subnormal.
 DEVICE Scale mx_scale(u32 byte) {
   const u32 pair = CODE_BITS == 4 || SCALED_X ? min(byte + (SCALED_X ? 60 : 118), 255u) * 0x00800080u
                                               : max(byte * 0x00800080u, 0x00400040u);
   return {pair, fma_bf16x2(pair, MINUS_ZEROS, MINUS_ZEROS)};
 }
 
-// Eight codes of FP4, 4 bits each, to the pairs (k, k + 4), as they lie in a number's bits. In bfloat16 the
+// Moves eight FP4 codes of 4 bits to the pairs (k, k + 4), each to its place in a float's bits. In bfloat16 the
 // multiplications move sign and value of two codes at once.
 template <bool float16>
 DEVICE void codes4(u32 word, u32* pairs) {
@@ -50,7 +50,7 @@ DEVICE void decode4(u32 word, const Scale& scale, u32* pairs) {
   codes4<float16>(word, pairs);
   EACH (i, 4) pairs[i] = float16 ? mul_f16x2(pairs[i], scale.pair) : fma_bf16x2(pairs[i], scale.pair, scale.added);
 }
-// Four codes of FP8 to the pairs (k, k + 2): E4M3 in bfloat16's bits is 2^-120 times as large.
+// Moves four FP8 codes to the pairs (k, k + 2). E4M3 in bfloat16's bits is 2^-120 times as large.
 DEVICE void codes8(u32 word, u32* pairs) {
   pairs[0] = (word << 8 & MINUS_ZEROS) | (word << 4 & 0x07f007f0);
   pairs[1] = (word & MINUS_ZEROS) | (word >> 4 & 0x07f007f0);
@@ -63,14 +63,14 @@ DEVICE void decode8(u32 word, const Scale& scale, u32* pairs) {
   }
 }
 
-// A lane has 32 of the 128 columns of a block, eight at a time: in FP4 32t .. 32t + 31; in FP8 16t .. 16t + 15 and 64
-// more, so that four lanes copy 64 bytes beside each other. The first of its columns number i, and of its 16 bytes of
-// codes number j.
+// A lane has 32 of a block's 128 columns, eight at a time. In FP4 these are 32t .. 32t + 31. In FP8 they are 16t .. 16t
+// + 15 and the same 64 later, so four lanes copy 64 contiguous bytes. `column8` is the first of its columns i,
+// `column16` that of its 16 bytes of codes j.
 DEVICE int column8(int t, int i) { return CODE_BITS == 4 ? 32 * t + 8 * i : (i >> 1) * 64 + 16 * t + 8 * (i & 1); }
 DEVICE int column16(int t, int j) { return CODE_BITS == 4 ? 32 * t : 64 * j + 16 * t; }
 
-// In the order of products, 8 columns of x or h are 16 bytes, as a lane takes them: where they lie in a row. In them
-// the columns k and k + FAR are a pair, which lies at `place_of_pair(k)`.
+// In the order of products, 8 columns of x or h are 16 bytes of one lane. Returns their byte offset in a row. In them
+// the columns k and k + FAR are a pair at byte `place_of_pair(k)`.
 DEVICE u32 place8(int column) {
   const int i = CODE_BITS == 4 ? column >> 3 & 3 : (column >> 5 & 2) | (column >> 3 & 1);
   const int t = CODE_BITS == 4 ? column >> 5 & 3 : column >> 4 & 3;
@@ -79,12 +79,12 @@ DEVICE u32 place8(int column) {
 constexpr int FAR = CODE_BITS == 4 ? 4 : 2;
 DEVICE u32 place_of_pair(int k) { return (CODE_BITS == 4 ? k & 3 : (k & 1) | k >> 2 << 1) * 4; }
 
-// 32 columns of a row. One scale (MXFP4), or two in a byte each. Slices: what `Stages::column_scales` returns.
+// 32 columns of a row. `scales`: one (MXFP4), or two in a byte each; for slices the result of `Stage::column_scales`.
 struct Rows {
   uint4 codes[LOADS];
   u32 scales;
 };
-// Decodes columns number i: four pairs.
+// Decodes the lane's eight columns i to four pairs.
 template <bool float16>
 DEVICE void decode_part(const Rows& rows, int i, u32* pairs) {
   const uint4& codes = rows.codes[LOADS == 2 ? i >> 1 : 0];
@@ -111,7 +111,7 @@ DEVICE void multiply(float (*sums)[4], const Rows& low, const Rows& high, const 
   }
 }
 
-// x or h in bfloat16 or float16, from the order of memory to that of decoded pairs.
+// Rearranges x or h in bfloat16 or float16 from memory order to the order of decoded pairs.
 template <int words = 16>
 DEVICE void to_pairs(u32* x) {
   UNROLL
@@ -123,7 +123,7 @@ DEVICE void to_pairs(u32* x) {
     x[i + 3] = __byte_perm(c, d, 0x7632);
   }
 }
-// 32 columns of x in FP4, as the host has quantized it.
+// Decodes 32 columns of x that the engine quantized to FP4.
 DEVICE void to_pairs(const Rows& rows, u32* x) {
   EACH (i, 4) decode_part<FLOAT16>(rows, i, x + 4 * i);
 }

@@ -29,11 +29,11 @@ def version() -> str:
 
 
 def compiled(name: str, files: Mapping[str, str], target: str) -> tuple[bytes, str]:
-    """Compile for ``"sm_120a"`` to a cubin with line numbers, for ``"compute_120a"`` to PTX.
+    """Compile for ``"sm_120a"`` to a cubin, for ``"compute_120a"`` to PTX.
 
-    Return it, and the log with registers and spills.
+    Return the cubin or PTX, and the log with registers and spills.
 
-    ``files`` has the source ``name`` and what it includes, by name. Raise CompileError, see there.
+    ``files`` has the source ``name`` and its headers, by name. Raise CompileError if NVRTC is missing or rejects the source.
     """
     lib, program = library(), ctypes.c_void_p()
     options = [f"--gpu-architecture={target}", "--std=c++17", "-default-device", "--ptxas-options=-v"]

@@ -1,18 +1,18 @@
-// The warps that multiply in a call of one token (ONE_TOKEN): both products by slices, see slices.cuh. They ask for the
-// first weights before the block knows its tasks.
+// The multiplying warps of a call of one token (ONE_TOKEN). Both products go by slices, see slices.cuh. The warps
+// request the first weights before the block knows its tasks.
 #pragma once
 #include "routing.cuh"
 #include "slices.cuh"
 
 struct OneToken : MultiplyingWarp {
-  u32 x[BLOCKS_A_WARP][8];  // as in memory until `arrange`
-  const u8* id;             // of this lane's route
+  u32 x[BLOCKS_A_WARP][8];  // in memory order until `arrange`
+  const u8* id;             // address of the id of this lane's route
   u32 wide;
 
   DEVICE explicit OneToken(const Block& block) : MultiplyingWarp(block) {}
 
   // ---- x
-  // Loads x of all blocks of columns. x in FP4: codes to x[i][0] and [1], the scale to x[i][2].
+  // Loads x of all blocks of columns. If x is FP4, codes go to x[i][0] and [1], and the scale to x[i][2].
   DEVICE void load_x() {
     EACH (i, BLOCKS_A_WARP) {
       const int at = (b.warp % SPLIT1 + i * SPLIT1) * 128 + column();
@@ -29,7 +29,7 @@ struct OneToken : MultiplyingWarp {
       }
     }
   }
-  // From the order of memory to that of decoded pairs.
+  // Rearranges x from memory order to the order of decoded pairs.
   DEVICE void arrange(u32* x) const {
     if (NVFP4 && b.call.x_sf) {
       const u32 byte = x[2], second = x[1];
@@ -56,26 +56,26 @@ struct OneToken : MultiplyingWarp {
       }
     }
     hand_over<HALVES1>(rows);
-    // Behind the products, which other blocks wait for. While weights of FC1 are on their way only one stage, except
-    // behind the first task. On an H100 Qwen3-30B-A3B takes 11.9 us so and 12.6 without the limit, Qwen3.6-35B-A3B 9.2,
-    // and 9.3 if the first task is no exception.
+    // Requests come after the products, which other blocks wait for. While weights of FC1 are in flight, they are
+    // limited to one stage, except after the first task. On an H100 Qwen3-30B-A3B takes 11.9 us, and 12.6 without the
+    // limit. Qwen3.6-35B-A3B takes 9.2, and 9.3 without the exception.
     stages.fill_phase<FC2>(stages.waiting == 0 || number == 0 ? Stages::ALL_UNITS : 1);
     end_task();
   }
 
-  // What `begin` needs and does not depend on the launch ahead.
+  // Prepares everything for `begin` that does not depend on the launch ahead.
   DEVICE void prepare() {
     stages.begin();
     stages.prepare_first();
     id = id_of(b.call, b.lane), wide = b.call.wide_ids;
     keep(id), keep(wide);
   }
-  // Asks for x, and for the first weights straight from the ids or logits: shared memory would have them later.
+  // Loads x, and requests the first weights straight from the ids or logits: shared memory would have the routes later.
   DEVICE void begin() {
     int expert = -1;
     if (FROM_LOGITS) {
       load_x();
-      const u32 choice = choose(b, 0, (blockIdx.x + (STAGES1 - 1) * gridDim.x) / TASKS1 + 1);  // those of `ask_first`
+      const u32 choice = choose(b, 0, (blockIdx.x + (STAGES1 - 1) * gridDim.x) / TASKS1 + 1);  // for `ask_first`
       if (b.lane < TOP_K) expert = local_expert(b.layer, choice);
     } else {
       if (b.lane < TOP_K) expert = local_expert_at(b.layer, id, wide);
@@ -87,7 +87,7 @@ struct OneToken : MultiplyingWarp {
   }
   DEVICE void run() {
     EACH (i, BLOCKS_A_WARP) arrange(x[i]);
-    kind_of(b, 0);  // behind it, routes are known
+    kind_of(b, 0);  // after it, routes are known
     stages.learn(b.shared.valid()[0]);
     units = stages.units;
     EACH (i, HELD) h_at[i] = place_of_h(i);

@@ -1,29 +1,29 @@
-// A warp's ring of weights in shared memory. A lane copies (cp.async) the 16 bytes that it decodes later, so there is
-// no producer and no barrier, only copy_wait and __syncwarp. The ring runs on across tasks: FC2's weights are on their
-// way while FC1 computes.
+// A warp's ring of weights in shared memory. A lane copies (cp.async) the 16 bytes that it decodes later, so the ring
+// needs no producer and no barrier, only copy_wait and __syncwarp. The ring continues across tasks: FC2's weights are
+// in flight while FC1 computes.
 //
-// Warp (part, split) takes the blocks of 128 columns split, split + SPLIT1, ... of the rows of its part of a task's
-// tiles; in FC2 of a call that does not gather, warp w takes the units w, w + WARPS, ... of (route, block).
+// Warp (part, split) computes its part of a task's tiles, in blocks of 128 columns: split, split + SPLIT1, ... In FC2
+// of a call that does not gather, warp w computes the units w, w + WARPS, ... A unit is a (route, block).
 #pragma once
 #include "schedule.cuh"
 #include "stage.cuh"
 
 struct Stages : Stage {
-  static constexpr int ALL_UNITS = TOP_K * UNITS2;  // of FC2, of a token
+  static constexpr int ALL_UNITS = TOP_K * UNITS2;  // units of FC2 per token
 
   const Block& b;
   const int part = b.warp / SPLIT1;
   const int split1 = b.warp % SPLIT1, own1 = (BLOCKS1 - split1 + SPLIT1 - 1) / SPLIT1;  // own: blocks of this warp
   const int split2 = b.warp % SPLIT2, own2 = (BLOCKS2 - split2 + SPLIT2 - 1) / SPLIT2;
-  int waiting = 0;  // stages that are asked for and not used
-  int tall = 0;     // of them those of FC1, where they have more halves than FC2's
-  // What is asked for next: number of the task; stage of the task, of so many; tile of the task.
+  int waiting = 0;  // stages that are requested and not used yet
+  int tall = 0;     // those of FC1 among them, if they have more halves than FC2's
+  // What is requested next: number of the task; stage of the task, of `units` in FC2; tile of the task.
   u32 number = 0;
   int stage = 0, units = 0, tile = 0;
-  u32 slot = 0, used = 0;  // bytes in the ring: where that stage goes, and the one that is used next
-  bool ended = false;      // nothing more is to be asked for
-  u32 ring;                // where it begins
-  // ONE_TOKEN: slot and tile of the block's first task, but for its expert. Its tasks before `known` are FC1's.
+  u32 slot = 0, used = 0;  // byte offsets in the ring: of the stage to request next, and to use next
+  bool ended = false;      // no stages are left to request
+  u32 ring;                // shared address of the ring
+  // ONE_TOKEN: slot and tile of the block's first task, for expert 0. The block's tasks before `known` are FC1's.
   u32 first_slot;
   uint4 first;
   u32 known = 0;
@@ -35,13 +35,13 @@ struct Stages : Stage {
     ring = b.shared.stages(b.warp);
     keep(ring);
   }
-  // Units of FC2 that this warp has of a token.
+  // Returns the number of a token's FC2 units that this warp has.
   DEVICE int units_of(u32 token) const { return ((int)b.shared.valid()[token] * UNITS2 - b.warp + WARPS - 1) / WARPS; }
 
   DEVICE int halves_in_use() const { return waiting * HALVES2 + tall * (HALVES1 - HALVES2); }
 
-  // Asks for the next stage if its task is published, or once it is. Returns whether it went on: by a
-  // stage, or past a task of which this warp has none.
+  // Requests the next stage if its task is published. With `wait`, waits for the task. Returns whether the warp
+  // advanced, by a stage or past a task in which it has no stage.
   DEVICE bool ask(bool wait) {
     if (!wait && !is_published(b, number)) return false;
     const u32 kind = wait ? kind_of(b, number) : load_shared(b.shared.entry(number));
@@ -56,11 +56,11 @@ struct Stages : Stage {
       asked<FC2>(copy_unit(ring + slot));
     return true;
   }
-  // FC1: where the tile lies of which a stage is asked for next.
+  // FC1: returns the start of the tile whose stage is requested next.
   DEVICE uint4 next_tile() const {
     return load_shared_16(b.shared.entry(number) + TILES_AT + 16 * (part + (TILES_A_TASK > 1 ? tile * PARTS1 : 0)));
   }
-  // A stage was asked for, or none of a task of FC2.
+  // Advances after a stage was requested, or after a task of FC2 in which this warp has no stage.
   template <int phase>
   DEVICE void asked(bool task_ends) {
     if (phase == FC1 || units > 0) {
@@ -111,7 +111,7 @@ struct Stages : Stage {
     return ++stage >= units;
   }
 
-  // Waits for the oldest of the stages on their way: `waiting`, at least `least`.
+  // Waits for the oldest stage in flight. At least `least` stages are in flight, in total `waiting`.
   template <int least>
   DEVICE void wait_for_oldest() const {
     if constexpr (least < MOST_STAGES) {
@@ -119,13 +119,13 @@ struct Stages : Stage {
     }
     copy_wait<least - 1>();
   }
-  // Waits until the stage that is used next is there.
+  // Waits until the stage to use next has arrived.
   DEVICE void open() {
     if (waiting == 0) fill<ONE_STAGE>();
     wait_for_oldest<1>();
     __syncwarp();
   }
-  // That stage is in registers: asks for others in its place.
+  // Frees that stage, which is in registers, and requests others in its place.
   template <int phase>
   DEVICE void close() {
     used_up<phase>();
@@ -139,8 +139,8 @@ struct Stages : Stage {
     used += HALVES<phase> * HALF_BYTES;
     if (used == RING_BYTES) used = 0;
   }
-  // Asks for as many stages as there is room for, of tasks that are published. It waits for the first task, but not for
-  // others: a warp may have no unit of any; or for one stage.
+  // Requests as many stages of published tasks as the ring has room for. FIRST_TASK waits only for the first task,
+  // since a warp may have no unit in any other. ONE_STAGE waits for one stage.
   static constexpr int NOTHING = 0, FIRST_TASK = 1, ONE_STAGE = 2;
   template <int waits_for = NOTHING>
   DEVICE void fill() {
@@ -149,14 +149,14 @@ struct Stages : Stage {
     }
   }
   // ---- ONE_TOKEN: one phase at a time, each in one place of the code
-  // The tile of the block's first task, but for its expert.
+  // Computes the tile of the block's first task, for expert 0.
   DEVICE void prepare_first() {
     first_slot = blockIdx.x / TASKS1;
     first = tile1(0, blockIdx.x % TASKS1 * TASK_TILES1 + part);
     keep(first_slot), keep(first.x), keep(first.y), keep(first.z), keep(first.w);
   }
-  // Asks for the first stages of FC1, before their tasks are published: those of the block's own virtual block.
-  // `expert_of(slot)`: the expert of a slot, -1 if there are not so many.
+  // Requests the first stages of FC1 of the block's own virtual block, before their tasks are published.
+  // `expert_of(slot)`: the expert of a slot, -1 beyond the last slot.
   template <class ExpertOf>
   DEVICE void ask_first(ExpertOf expert_of) {
     EACH (i, STAGES1) {
@@ -169,15 +169,15 @@ struct Stages : Stage {
       asked<FC1>(copy_of_tile(ring + slot, from));
     }
   }
-  // Routes are known, and so are the first tasks of the block's own virtual block. Not as many as there are entries:
-  // the task behind them is waited for, and a parity tells only whether an entry has its first or its second task.
+  // Sets `known`, the first tasks of the block's own virtual block, once routes are known. It is less than ENTRIES: the
+  // warp waits for the next task, and a parity only distinguishes an entry's first and second task.
   DEVICE void learn(int slots) {
     const int tasks = slots * TASKS1 - blockIdx.x;
     known = tasks <= 0 ? 0 : min(ENTRIES - 1, (tasks - 1) / (int)gridDim.x + 1);
     units = units_of(0);
   }
-  // Asks for as many stages of a phase as there is room for, of tasks that are published; of a task of FC2 until `most`
-  // of its stages are asked for.
+  // Requests as many stages of a phase's published tasks as the ring has room for. `most`: maximum number of stages to
+  // request of a task of FC2.
   template <int phase>
   DEVICE void fill_phase(int most = ALL_UNITS) {
     ROLLED
@@ -189,8 +189,8 @@ struct Stages : Stage {
         asked<FC2>(copy_unit(ring + slot));
     }
   }
-  // Calls `read` when the oldest stage is there, and asks for others of the phase in its place. None is on its way if
-  // its task was not published in time.
+  // Calls `read` when the oldest stage has arrived, and requests others of the phase in its place. If its task is
+  // published late, waits for the task first.
   template <int phase, class Read>
   DEVICE void take(Read read) {
     for (bool there = false; !there;) {
@@ -206,11 +206,11 @@ struct Stages : Stage {
       fill_phase<phase>();
     }
   }
-  // A task of FC2 of which this warp has no unit: nothing of it is to be asked for.
+  // Skips a task of FC2 in which this warp has no unit to request.
   DEVICE void pass(u32 task) {
     if (number == task) number++;
   }
-  // Reads the stage that is used next, of the columns of `block`.
+  // Reads the stage to use next, with the columns of `block`.
   template <int phase>
   DEVICE void read(Rows (*rows)[2], int block) const {
     Stage::read<phase, phase == FC1 ? ONE_TOKEN : SLICES2>(rows, ring + used, block);

@@ -1,14 +1,14 @@
-// Whether mma.sync multiplies bfloat16 subnormals as they are, or takes them as zero. One warp multiplies all of them.
+// Tests whether mma.sync multiplies bfloat16 subnormals or takes them as zero. One warp multiplies all of them.
 #include "ptx.cuh"
 
-// Exponents of two: what columns 0 to 7 and 8 to 15 of A are multiplied by.
+// Exponents of the powers of two that multiply columns 0 to 7 and 8 to 15 of A.
 struct Powers {
   int first, second;
 };
 extern "C" __device__ const int shared_bytes = 0, threads = 32;
 
-// Element (r, c) of A is 16 r + c in units of 2^-133 for r < 8, and row r + 8 its negative. Column n of B has a power
-// of two in rows n and n + 8, so each sum is that of two products, and exact. A lane writes how many of its four sums
+// Element (r, c) of A is 16 r + c in units of 2^-133 for r < 8, and row r + 8 is its negative. Column n of B has a
+// power of two in rows n and n + 8, so each sum has two products and is exact. A lane writes how many of its four sums
 // are right.
 extern "C" __global__ void probe(const __grid_constant__ Powers powers, u32* results) {
   const u32 lane = threadIdx.x, row = lane / 4, column = 2 * (lane % 4);

@@ -1,4 +1,4 @@
-"""Probe of what no manual says of a GPU's tensor cores (``probe.cu``)."""
+"""Probe (``probe.cu``) whether a GPU's tensor cores multiply bfloat16 subnormals, which no manual says."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 // The warps that multiply: they copy weights, decode them, and hand products over to the warps that add.
 //
-// The columns of mma.m16n8k16: FC1 multiplies for all tokens of the call, also for those that the expert has not; their
-// columns are not handed over. FC2 multiplies for one token at a time: by slices of its h (slices.cuh) or by units. In
-// a call that gathers the columns are the routes of the group. ONE_TOKEN has warps of its own: see one_token.cuh.
+// Columns of mma.m16n8k16: FC1 multiplies for all tokens of the call, but warps hand over only the columns of the
+// expert's tokens. FC2 multiplies for one token at a time: by slices of its h (slices.cuh) or by units. In a call that
+// gathers, columns are the routes of the group. ONE_TOKEN has separate code: one_token.cuh.
 #pragma once
 #include "inputs.cuh"
 #include "slices.cuh"
@@ -15,7 +15,7 @@ struct Multiplier : MultiplyingWarp {
 
   DEVICE u32 current() const { return kind_of(b, number); }
   DEVICE u32 entry() const { return b.shared.entry(number); }
-  // Whether the task behind this one is published, and of this kind.
+  // Returns whether the next task is published and has this kind.
   DEVICE bool next_is(u32 kind) const {
     return is_published(b, number + 1) && load_shared(b.shared.entry(number + 1)) == kind;
   }
@@ -39,13 +39,13 @@ struct Multiplier : MultiplyingWarp {
   }
 
   // ---- x in registers for all blocks of columns
-  // Loads x of block i for the next task, if there is one of FC1, behind the last tile of this one.
+  // After this task's last tile, loads x of block i for the next task if that task is of FC1.
   DEVICE void load_next(int i, int tile) {
     if (tile < TILES_A_TASK - 1) return;
     if (i == 0 && (in.asked = next_is(FC1))) in.find<FC1>(b.shared.entry(number + 1));
     if (in.asked) in.load<FC1>(in.x[i], stages.split1 + i * SPLIT1);
   }
-  // A tile of FC1, number `tile` of a task's.
+  // Computes tile number `tile` of a task of FC1.
   DEVICE void resident_tile(bool even, bool odd, int tile) {
     float sums[HALVES1][2][4] = {};
     EACH (i, BLOCKS_A_WARP) {
@@ -60,11 +60,11 @@ struct Multiplier : MultiplyingWarp {
     }
     hand_over_columns<HALVES1>(sums, even, odd);
   }
-  // A task of FC1: in a call that gathers TILES_A_TASK tiles for a group.
+  // Computes a task of FC1; in a call that gathers, TILES_A_TASK tiles for a group.
   DEVICE void resident_task() {
     const u32 word = load_shared(entry() + WORD_AT);
     if constexpr (!GATHER) {
-      const u32 tokens = Slot{word}.tokens_from(2 * t);  // that the expert has
+      const u32 tokens = Slot{word}.tokens_from(2 * t);  // with a route to the expert
       resident_tile(tokens & 1, tokens & 2, 0);
     } else {
       const int last = Group{word}.last();
@@ -79,7 +79,7 @@ struct Multiplier : MultiplyingWarp {
   }
 
   // ---- x or h in registers for one block of columns at a time
-  // A task of FC1 or FC2 in a call that gathers: a tile for a group.
+  // Computes a task of FC1 or FC2 in a call that gathers: a tile for a group.
   template <int phase>
   DEVICE void streamed_task() {
     constexpr bool fc2 = phase == FC2;
@@ -121,8 +121,8 @@ struct Multiplier : MultiplyingWarp {
   }
 
   // ---- a call that does not gather
-  // Without SLICES2: a token's units of FC2 go round the warps; products are added up over its routes here. The columns
-  // of a product are units: h of several is loaded at once, and unit j of them is right in column j.
+  // Without SLICES2, warps take turns at a token's units of FC2, and each adds its products over the token's routes.
+  // The columns of a product are units: h of up to AT_ONCE units is loaded at once, and column j is right for unit j.
   DEVICE void fc2_by_units(const u8* h) {
     constexpr int AT_ONCE = 8;
     token = load_shared(entry() + INFO_AT) >> 16, units = stages.units_of(token);
@@ -174,7 +174,7 @@ struct Multiplier : MultiplyingWarp {
       }
       in.asked = false;
       while (current() == FC2) streamed_task<FC2>();
-      stages.ended = true;  // there are no weights left
+      stages.ended = true;  // no weights are left
       while (current() == SUM) {
         const u32 token = load_shared(entry() + INFO_AT);
         sum_token(b, token, load_shared(b.shared.held() + token * 4));
@@ -183,7 +183,7 @@ struct Multiplier : MultiplyingWarp {
     } else {
       EACH (i, BLOCKS_A_WARP) in.arrange(in.x[i]);
       while (current() == FC1) resident_task();
-      named_barrier<1, WARPS * 32>();  // factors of the routes are there
+      named_barrier<1, WARPS * 32>();  // after it, the routes' factors are in shared memory
       const u8* h = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + t * 16;
       while (current() == FC2) {
         if constexpr (SLICES2)

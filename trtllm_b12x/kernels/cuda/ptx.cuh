@@ -11,36 +11,36 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
-// A loop over 0 to count - 1 that is unrolled: arrays that it indexes stay in registers.
+// An unrolled loop over 0 to count - 1: arrays that it indexes stay in registers.
 #define EACH(i, count) \
   UNROLL               \
   for (int i = 0; i < count; i++)
 #define OFFSET_OF(record, field) __INTADDR__(&((record*)0)->field)  // NVRTC has no offsetof
 
 // ---- launch
-// The dynamic shared memory of a block.
+// Returns the dynamic shared memory of a block.
 DEVICE u8* shared_memory() {
   extern __shared__ __align__(128) u8 memory[];
   return memory;
 }
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-// Waits until the launch ahead in the stream has ended, and all that it wrote can be read.
+// Waits until the launch ahead in the stream has ended and its writes are visible.
 DEVICE void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Lets the launch behind in the stream begin as soon as multiprocessors are free.
+// Lets the next launch in the stream begin as soon as multiprocessors are free.
 DEVICE void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void trap() { asm volatile("trap;"); }
-// The time in units of 2^20 ns.
+// Returns the time in units of 2^20 ns.
 DEVICE u32 time_in_ms() {
   u64 ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
   return (u32)(ns >> 20);
 }
-// Makes a value be computed once and kept in a register: ptxas would rather compute it at every use.
+// Keeps a value in a register, since ptxas would compute the value again at every use.
 DEVICE void keep(u32& value) { asm volatile("" : "+r"(value)); }
 DEVICE void keep(const u8*& value) { asm volatile("" : "+l"(value)); }
 
 // ---- barriers
-// Barrier number `id` of the block for `threads` threads. Number 0 is __syncthreads().
+// Waits at the block's barrier `id` for `threads` threads. Barrier 0 is __syncthreads().
 template <int id, int threads>
 DEVICE void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(threads) : "memory");
@@ -58,7 +58,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       "r"(parity)
       : "memory");
 }
-// Returns whether it has ended.
+// Returns whether the phase of this parity has ended.
 DEVICE bool barrier_test(u32 barrier, u32 parity) {
   u32 passed;
   asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
@@ -67,7 +67,7 @@ DEVICE bool barrier_test(u32 barrier, u32 parity) {
                : "memory");
   return passed;
 }
-// Waits for 0.1 ms at most. Returns whether it has ended.
+// Waits at most 0.1 ms for the phase of this parity. Returns whether that phase has ended.
 DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
   u32 passed;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, p;\n}"
@@ -77,11 +77,11 @@ DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
   return passed;
 }
 
-// Brings 32 bytes or more to L2.
+// Prefetches 32 bytes or more to L2.
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // ---- copies from global to shared memory
-// Writes 16 zeros, and reads nothing, if not `there`. `line`: bytes that L2 fetches at once, 128 or 256.
+// Copies 16 bytes, or writes zeros without a read if not `there`. `line`: bytes that L2 fetches at once, 128 or 256.
 template <int line = 128>
 DEVICE void copy16(u32 to, const u8* from, bool there) {
   const int bytes = there ? 16 : 0;
@@ -107,7 +107,7 @@ DEVICE void copy_bytes(u32 to, const u8* from) {
 }
 // Ends a group of this thread's copies.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most the last `groups` groups of this thread are on their way.
+// Waits until at most the last `groups` groups of this thread are in flight.
 template <int groups>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
@@ -150,11 +150,11 @@ DEVICE u32 load_shared_u16(u32 at) {
 DEVICE void store_shared_16(u32 at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// What a thread wrote ahead of its release can be read by the thread whose acquire sees the value. Lanes of a warp need
-// __syncwarp between.
+// A thread whose acquire sees the released value can read everything written before the release. Lanes of a warp need
+// __syncwarp in between.
 LOAD(acquire_shared, u32, u32, "ld.acquire.cta.shared::cta.u32", "r", "r")
 STORE(release_shared, u32, u32, "st.release.cta.shared::cta.u32", "r", "r")
-// Global memory that other blocks write. Relaxed: a value of 32 bits is whole, and nothing orders it with others.
+// Global memory that other blocks write. Relaxed: a value of 32 bits is whole, without order among values.
 LOAD_16(load_relaxed_16, const u8*, "ld.relaxed.gpu.global", "l")
 LOAD(load_relaxed, u32, const u32*, "ld.relaxed.gpu.global.u32", "r", "l")
 STORE(store_relaxed, u32, u8*, "st.relaxed.gpu.global.u32", "r", "l")
@@ -177,7 +177,7 @@ CONVERT(to_bf16, u16, float, "cvt.rn.bf16.f32 %0, %1;", "h", "f")
 CONVERT(to_f16, u16, float, "cvt.rn.f16.f32 %0, %1;", "h", "f")
 CONVERT(from_f16, float, u16, "cvt.f32.f16 %0, %1;", "f", "h")
 CONVERT(to_bf16x2, u32, float, "cvt.rn.bf16x2.f32 %0, %1, %1;", "r", "f")  // the same number twice
-// Two E4M3 of the low 16 bits, in float16: exact.
+// Converts the two E4M3 in the low 16 bits to float16, exactly.
 CONVERT(e4m3x2_to_f16x2, u32, u32, "{\n.reg .b16 p;\ncvt.u16.u32 p, %1;\ncvt.rn.f16x2.e4m3x2 %0, p;\n}", "r", "r")
 DEVICE float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
 DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
@@ -190,9 +190,9 @@ DEVICE u32 mul_f16x2(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-// c[0], c[1]: row g, columns 2t and 2t + 1 of a 16 x 8 product, for lane 4g + t; c[2], c[3]: row g + 8. It adds a (16 x
-// 16) times b (16 x 8). a0: row g, columns 2t and 2t + 1; a1: row g + 8; a2, a3: columns 8 more. b0: rows 2t and 2t + 1
-// of column g; b1: 8 more.
+// Adds a (16 x 16) times b (16 x 8) to c (16 x 8). Lane 4g + t has c[0], c[1]: row g, columns 2t and 2t + 1; c[2],
+// c[3]: row g + 8. a0: row g, columns 2t and 2t + 1; a1: row g + 8; a2, a3: 8 columns later. b0: rows 2t and 2t + 1 of
+// column g; b1: 8 rows later.
 #define MMA(type)                                                  \
   asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
       ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \

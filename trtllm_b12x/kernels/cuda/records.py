@@ -1,4 +1,4 @@
-"""Records that the host passes to a launch: the fields of ``Layer`` and ``Call`` of ``call.cuh``, and their offsets."""
+"""Arguments of a launch: the fields of ``Layer`` and ``Call`` in ``call.cuh``, and their offsets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Layer(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """Addresses of a call's tensors, and what they are."""
+    """Addresses of a call's tensors, their number of tokens, dtypes and layout."""
 
     _fields_ = _fields("x x_sf ids router_weights padding out workspace", "tokens wide_ids weight_type swizzled")
 
@@ -36,7 +36,7 @@ def layers_of(
 ) -> tuple[tuple[torch.Tensor, ...], list[Layer]]:
     """Return a layer's tensors, and its records for calls of unquantized and of quantized input.
 
-    Raise ValueError, naming the tensor, if one is not laid out as the kernels read it.
+    Raise ValueError with the tensor's name if the kernels cannot read its layout.
     """
     check(geometry, weights)
     s = scalars_of(geometry, weights)
@@ -51,11 +51,11 @@ def layers_of(
 
 
 CALL = struct.Struct("".join("P" if kind is ctypes.c_void_p else "i" for _, kind in Call._fields_))
-"""A call, packed: a launch writes one within a microsecond."""
+"""Packed fields of ``Call``. A launch writes them within a microsecond."""
 
 
 def checks() -> str:
-    """Return ``host_records.cuh``: the device's offsets are the host's."""
+    """Return ``host_records.cuh``, which checks that ``call.cuh`` has the sizes and offsets of this file's records."""
     text = ""
     for record in (Layer, Call):
         name = record.__name__

@@ -1,10 +1,10 @@
-// From ids and router weights to what the tasks are made of. Every block does it for itself, and all must come to the
-// same. A call that does not gather: routes by token, and slots (experts that are hit). One that gathers: groups of up
-// to 8 routes of an expert.
+// Turns ids and router weights into routes, slots and groups. Every block does so itself, and all must get the same
+// result. A call that does not gather has routes by token, and slots (experts with routes). A call that gathers has
+// groups of up to 8 routes of an expert.
 #pragma once
 #include "scoring.cuh"
 
-// Returns the local number of a route's expert; -1 if it is another rank's, or none.
+// Returns the local number of a route's expert; -1 if the id is not that of a local expert.
 DEVICE int expert_of(const Block& b, u32 route) {
   if (FROM_LOGITS) return (int)load_shared(b.shared.chosen() + route * 4);
   return local_expert_at(b.layer, id_of(b.call, route), b.call.wide_ids);
@@ -12,15 +12,15 @@ DEVICE int expert_of(const Block& b, u32 route) {
 DEVICE float weight_of(const Block& b, u32 route) {
   return FROM_LOGITS ? load_shared_float(b.shared.weights() + route * 4) : router_weight(b.call, route);
 }
-// ---- a call that does not gather: a warp reads a token's routes, a route a lane. Warp w reads token w's; those of
-// ONE_TOKEN are read by a warp that adds.
+// ---- a call that does not gather. Warp w reads token w's routes, one per lane. With ONE_TOKEN, a warp that adds reads
+// the token's routes.
 struct TokenRoutes {
   int token;
-  int expert = -1;  // of this lane's route, if it is local
-  int slot = 0;     // place of the route among all; after `number_slots` the number of its expert among those hit
+  int expert = -1;  // of this lane's route; -1 if not local
+  int slot = 0;     // place of the route among all; after `number_slots` the number of its expert's slot
   u32 choice = 0;   // FROM_LOGITS: its expert's global number
   float weight = 0;
-  u32 factor_at = 0;  // where its factor goes
+  u32 factor_at = 0;  // shared address of its factor
 
   DEVICE explicit TokenRoutes(const Block& b) : token(ONE_TOKEN ? b.warp - WARPS - 1 : b.warp) {}
 
@@ -49,7 +49,7 @@ struct TokenRoutes {
     }
     if (b.lane == 0) b.shared.valid()[token] = __popc(local);
   }
-  // Numbers the experts that are hit in ascending order, after a barrier. Returns how many there are.
+  // After a barrier, numbers the experts with routes in ascending order. Returns the number of such experts.
   DEVICE int number_slots(const Block& b) {
     int slots = 0, rank = 0;
     for (int i = 0; i < EXPERT_WORDS; i++) {
@@ -66,7 +66,7 @@ struct TokenRoutes {
     atomicOr(b.shared.slot_words() + slot, Slot::make(expert, token));
     atomicOr(&b.shared.masks()[slot * ROUTE_WORDS + (route >> 5)], 1u << (route & 31));
   }
-  // It may be late: FC2 waits for it. What it loads would keep the first weights waiting.
+  // Stores factors late, since only FC2 waits for them, and their loads would delay the first weights.
   DEVICE void store_factor(const Block& b) {
     if ((u32)token >= (u32)b.call.tokens) return;
     if (FROM_LOGITS) {
@@ -87,10 +87,10 @@ struct TokenRoutes {
 };
 
 // ---- more tokens: sorts the routes by expert
-// A route's place within its expert is the number of routes of the expert in warps before, and before it in its own
-// warp. The scratch is the memory of the stages, from 0 on: counts (warp, expert) of 16 bits; for each expert its first
-// group and place (`first`: a word, groups above) and its number of routes; then the groups and routes of each 32
-// experts, in such words, and last the number of groups.
+// A route's place within its expert is the number of the expert's routes in earlier warps and earlier in its warp. The
+// scratch is the memory of the stages: first counts (warp, expert) of 16 bits. Each expert has its first group and
+// place (`first`: a word, groups in the high half) and its number of routes. Then each 32 experts have their groups and
+// routes in such a word. The number of groups is last.
 constexpr int BLOCK_WARPS = THREADS / 32;
 constexpr int CHUNKS = (ROUTES + 31) / 32;
 constexpr int COUNTERS = GATHER ? (CHUNKS < BLOCK_WARPS ? CHUNKS : BLOCK_WARPS) : 0;  // warps that count
@@ -99,7 +99,7 @@ constexpr int FIRST_AT = (COUNTERS * EXPERTS * 2 + 3) / 4 * 4, TOTAL_AT = FIRST_
               TOTALS32_AT = TOTAL_AT + EXPERTS * 4;
 static_assert(!GATHER || TOTALS32_AT + EXPERT_WORDS * 4 + 4 <= SUMS_AT, "the scratch is larger than the stages");
 
-// Returns the number of groups.
+// Sorts the routes into groups. Returns the number of groups.
 DEVICE int group_routes(const Block& b) {
   const int tid = threadIdx.x, all = b.call.tokens * TOP_K, used = min(COUNTERS, (all + 31) / 32);
   u16* count = (u16*)b.shared.memory;
@@ -131,7 +131,7 @@ DEVICE int group_routes(const Block& b) {
     __syncwarp();
   }
   __syncthreads();
-  for (int part = b.warp; part * 32 < EXPERTS; part += BLOCK_WARPS) {  // a lane has an expert
+  for (int part = b.warp; part * 32 < EXPERTS; part += BLOCK_WARPS) {  // one expert per lane
     const int e = part * 32 + b.lane;
     u32 n = 0;
     if (e < EXPERTS) {

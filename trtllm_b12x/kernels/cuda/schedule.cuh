@@ -1,36 +1,36 @@
-// Who computes which task: a warp of each block takes tasks, and tells the other warps in entries.
+// One warp of each block takes tasks, and publishes them to the block's other warps in entries.
 //
-// A launch has phases: FC1, FC2, and in a call that gathers SUM. FC2's tasks wait for FC1's, SUM's for FC2's.
+// A launch has phases: FC1, FC2, and in a call that gathers SUM. FC2's tasks wait for FC1's tasks, and SUM's for FC2's.
 //
-// A call that does not gather has as many virtual blocks as blocks. Virtual block v stands for every task of FC1 whose
-// number is v modulo `blocks`, and for its share of FC2's, every one or, with BESIDE, one after the other. The last
-// virtual blocks have the fewest tasks of FC1, so they have the most of FC2. A block takes the virtual block of its own
-// number, and goes on to FC2 when all are taken. Until then it takes one that a late block has left, whenever its warps
-// have given all tasks back. A late block works on FC1 of its own virtual block in any case, since its weights are
-// asked for before it is known who has taken it; its products are the same bits.
+// A call that does not gather has as many virtual blocks as blocks. Virtual block v has every task of FC1 whose number
+// is v modulo `blocks`. It has every `blocks`-th task of FC2 or, with BESIDE, consecutive ones. The last virtual blocks
+// have the fewest tasks of FC1, so they get the most of FC2. A block takes the virtual block of its own number, and
+// goes on to FC2 when all are taken. Until then it takes a virtual block that a late block left, whenever its warps
+// have given all tasks back. A late block always computes FC1 of its own virtual block, since it requests those weights
+// before it knows whether another block took over. Its products have the same bits.
 //
-// In a call that gathers a task is a ticket: the next number of a counter in the workspace, of FC1, then of FC2, then
-// of SUM; one of the first `blocks` tickets stands for several tasks of FC1. A block takes tickets a few tasks ahead.
+// In a call that gathers, blocks take tickets: numbers of a counter in the workspace, for tasks of FC1, then FC2, then
+// SUM. Each of the first `blocks` tickets stands for several tasks of FC1. A block takes tickets a few tasks ahead.
 //
-// Why a launch ends. When a block begins FC2, all tasks of FC1 have been taken by blocks that run, and those compute
-// them without waiting for another block. So h becomes complete, FC2's tasks wait for nothing any more, and then nor do
-// SUM's, however many blocks run at once: one block alone takes all tasks, and a late block finds nothing left. Two
-// launches with workspaces of their own never wait for each other. A launch reads the workspace when the one ahead has
-// ended.
+// Why every launch ends. When a block begins FC2, running blocks have taken all tasks of FC1, and compute them without
+// waiting for another block. So h becomes complete, FC2's tasks stop waiting, and then SUM's tasks do. This holds for
+// any number of running blocks: a single block takes all tasks, and a late block finds none left. Two launches with
+// separate workspaces never wait for each other. A launch reads the workspace after the launch ahead has ended.
 //
 // Entries are a ring with an mbarrier in each direction. Entry n % ENTRIES holds the block's task n from the arrival at
-// `published` to those of all readers at `given_back`. A warp that multiplies reads an entry when it asks for weights,
-// at most MOST_STAGES stages ahead, and when it computes; then it gives it back. If it has no unit of a task, it moves
-// its place for weights past the task first. A warp that adds gives an entry back when it has read it. So who waits for
-// an entry waits for earlier tasks of its own block, and those never wait for it.
+// `published` to the arrivals of all readers at `given_back`. A multiplying warp reads an entry when it requests
+// weights, at most MOST_STAGES stages ahead, and when it computes. Then it gives the entry back. If it has no unit of a
+// task, it first moves its requests past the task. A warp that adds reads an entry and gives it back. So a wait for an
+// entry is a wait for earlier tasks of the block, which never wait for later ones.
 //
-// Errors. The warp that takes tasks stays until the warps that multiply have ended; those that add then wait for
-// nothing any more. If they do not end within SPIN_SECONDS, it writes the number of tokens to host memory and traps.
+// Errors. The warp that takes tasks stays until the multiplying warps have ended; then the warps that add never wait
+// again. If the multiplying warps do not end within SPIN_SECONDS, it writes the number of tokens to host memory and
+// traps.
 #pragma once
 #include "records.cuh"
 
 // ---- readers of entries
-// Parity of the phase in which an entry's mbarriers are while it holds task `number`.
+// Returns the parity of an entry's mbarriers while the entry holds task `number`.
 DEVICE u32 parity_of(u32 number) { return number / ENTRIES & 1; }
 DEVICE bool is_published(const Block& b, u32 number) {
   return barrier_test(b.shared.published(number), parity_of(number));
@@ -40,27 +40,27 @@ DEVICE u32 kind_of(const Block& b, u32 number) {
   barrier_wait(b.shared.published(number), parity_of(number));
   return load_shared(b.shared.entry(number));
 }
-// This warp reads the entry of task `number` no more.
+// Gives back the entry of task `number`, after this warp's last read.
 DEVICE void return_task(const Block& b, u32 number) {
   __syncwarp();
   if (b.lane == 0) barrier_arrive(b.shared.given_back(number));
 }
 
 struct TaskTaker {
-  // A virtual block's tasks of FC2 lie side by side: most are of one token, whose h stays in registers. Else tokens
+  // A virtual block's tasks of FC2 are consecutive: most are of one token, whose h stays in registers. Otherwise tokens
   // take turns.
   static constexpr bool BESIDE = SLICES2 && !ONE_TOKEN;
   const Block& b;
-  // Lane 0's; `run` gives them to all lanes.
+  // Values of lane 0; `run` broadcasts them to all lanes.
   u32 ticket = 0, epoch = 0, last_tokens = 0;
-  bool own = false;            // nobody has taken the virtual block of this block's number before
+  bool own = false;            // this block took the virtual block of its own number
   int tasks1 = 0, tasks2 = 0;  // of FC1 and FC2
-  u32 polls = 0, began = 0;    // polls that failed, whatever they waited for, and the time of the 256th
-  u32 number = 0;              // of the block's task that is published next
+  u32 polls = 0, began = 0;    // number of all failed polls, and the time of the 256th
+  u32 number = 0;              // of the block's task to publish next
 
   DEVICE explicit TaskTaker(const Block& block) : b(block) {}
 
-  // Takes the block's first ticket, or virtual block, before it is known what tasks there are.
+  // Takes the block's first ticket, or virtual block, before tasks are known.
   DEVICE void begin() {
     const uint2 both = load_relaxed_8(b.workspace.epoch());
     epoch = both.x;
@@ -76,12 +76,12 @@ struct TaskTaker {
     if (b.lane == 0) ticket = atomicAdd(b.workspace.ticket(), 1);
     ticket = __shfl_sync(~0u, ticket, 0);
   }
-  // Returns whether nobody has taken it before. For one lane.
+  // Takes a virtual block, in one lane. Returns false if it was already taken.
   DEVICE bool take_virtual(u32 block) const {
     const u32 bit = 1u << block % 32;
     return !(atomicOr(b.workspace.taken() + block / 32, bit) & bit);
   }
-  // Returns the first virtual block that is not taken; `blocks` if there is none.
+  // Returns the first virtual block that is not taken; `blocks` if all are taken.
   DEVICE u32 first_left(u32 blocks) const {
     const u32 from = b.lane * 32;
     u32 left = 0;
@@ -92,11 +92,11 @@ struct TaskTaker {
     const int lane = __ffs(lanes) - 1;
     return lane * 32 + __ffs(__shfl_sync(~0u, left, lane)) - 1;
   }
-  // Whether all warps have given back the block's first `count` tasks.
+  // Returns whether all warps have given back the block's first `count` tasks.
   DEVICE bool finished(u32 count) const {
     return !__any_sync(~0u, count && !barrier_test(b.shared.given_back(count - 1), parity_of(count - 1)));
   }
-  // A poll has failed. The clock is slow to read: every 256th poll reads it.
+  // Counts a failed poll. The clock is slow to read, so only every 256th poll reads it.
   DEVICE void trap_if_late() {
     if (++polls % 256) return;
     if (polls == 256) began = time_in_ms();
@@ -135,7 +135,7 @@ struct TaskTaker {
   }
   DEVICE void single_tasks(u32 blocks) {
     const u32 at_first = max(1, min(STAGES1, tasks1 / (int)blocks)), extra = (at_first - 1) * blocks;
-    const u32 end2 = tasks1 + tasks2, end = end2 + b.call.tokens;  // of tasks
+    const u32 end2 = tasks1 + tasks2, end = end2 + b.call.tokens;  // ends of FC2's tasks and of all
     for (;;) {
       u32 task = ticket < blocks ? ticket : extra + ticket;
       if (task >= end) break;
@@ -150,7 +150,7 @@ struct TaskTaker {
       take();
     }
   }
-  // Takes and publishes all tasks. `slots`: experts that are hit, or groups.
+  // Takes and publishes all tasks. `slots`: number of experts with routes, or of groups.
   DEVICE void run(int slots) {
     tasks1 = slots * TASKS1;
     tasks2 = (GATHER ? slots : b.call.tokens) * TASKS2;
@@ -170,7 +170,7 @@ struct TaskTaker {
       store_shared(b.shared.entry(number), END);
       barrier_arrive(b.shared.published(number));
       __threadfence();
-      if (atomicAdd(b.workspace.done(), 1) == blocks - 1) {  // no block takes anything any more
+      if (atomicAdd(b.workspace.done(), 1) == blocks - 1) {  // all blocks have taken their last task
         __threadfence();
         for (int i = 0; i < (GATHER ? 1 : (MOST_BLOCKS + 31) / 32); i++)
           (GATHER ? b.workspace.ticket() : b.workspace.taken())[i] = 0;
@@ -188,7 +188,7 @@ struct TaskTaker {
     if (task < ENTRIES) return;
     while (!barrier_try_wait(b.shared.given_back(task), parity_of(task) ^ 1)) trap_if_late();
   }
-  // Publishes the tasks first, first + step, ... ahead of `end`. A lane writes an entry: many at once while entries are
+  // Publishes the tasks first, first + step, ... below `end`. A lane writes an entry: many at once while entries are
   // new.
   DEVICE void publish(u32 kind, int first, int step, int end) {
     for (int from = first; from < end;) {
@@ -204,7 +204,7 @@ struct TaskTaker {
     const u32 to = b.shared.entry(place);
     if (kind == FC1) {
       const int slot = task / TASKS1, tiles = task % TASKS1;
-      const Slot word = {load_shared(b.shared.slots() + slot * 4)};  // or group: the expert lies alike
+      const Slot word = {load_shared(b.shared.slots() + slot * 4)};  // or Group: both have the expert in the same bits
       for (int j = 0; j < TASK_TILES1; j++)
         store_shared_16(to + TILES_AT + 16 * j, tile1(word.expert(), tiles * TASK_TILES1 + j));
       store_shared(to + INFO_AT, Info::make(slot, tiles));
@@ -221,7 +221,7 @@ struct TaskTaker {
     store_shared(to, kind);
     barrier_arrive(b.shared.published(place));
   }
-  // The counts and the buffer of h that the next launch uses. Only the launch before this one used them, and it has
+  // Resets the counts and the buffer of h of the next launch. Only the launch before this one used them, and it has
   // ended.
   DEVICE void prepare_next_launch(int blocks) {
     if (GATHER && blockIdx.x == 0)

@@ -1,9 +1,9 @@
-// Router logits to a token's experts and router weights, by one warp, in float32. Lane i gets route i, the best first.
+// One warp turns router logits into a token's experts and router weights, in float32. Lane i gets route i, best first.
 //
-// SOFTMAX compares logits, since softmax keeps their order: before or after the choice is the same. The two sigmoids
-// differ in their last bits, and scores that are rounded alike tie. Of equal values the lower expert comes first
-// (HIGHER_FIRST: the higher one); -0 is 0. NaN is chosen first, and no expert is chosen twice. A NaN logit makes the
-// token's weights NaN, without RENORMALIZE of a sigmoid only its own.
+// SOFTMAX compares logits, since softmax keeps their order: softmax before or after the choice gives the same experts.
+// The two sigmoids differ in their last bits, and scores that round to the same value tie. Of equal values the lower
+// expert comes first (HIGHER_FIRST: the higher one); -0 is 0. NaN is chosen first, and no expert is chosen twice. A NaN
+// logit makes the token's weights NaN; for a sigmoid without RENORMALIZE, only its own weight.
 #pragma once
 #include "records.cuh"
 
@@ -21,14 +21,14 @@ DEVICE float score_of(float logit) {
   if (SCORING == SOFTMAX) return logit;
   return SCORING == SIGMOID ? 1.f / (1.f + expf(-logit)) : 0.5f * tanhf(0.5f * logit) + 0.5f;
 }
-// Bits that compare as the value does; never 0.
+// Returns nonzero bits that compare like the value.
 DEVICE u32 ordered(float value) {
   const u32 bits = __float_as_uint(value + 0.f);
   return max(bits >> 31 ? ~bits : bits | 0x80000000u, 1u);
 }
 
-// Returns the global number of the expert of route `lane`; ~0 behind the first `most` routes whose experts are local,
-// and in a row of padding.
+// Returns the global number of the expert of route `lane`; ~0 after the first `most` routes whose experts are local,
+// and in a padding row.
 DEVICE u32 choose(const Block& b, int token, int most = TOP_K) {
   u32 keys[LANE_EXPERTS];  // 0: chosen, or no expert
   EACH (i, LANE_EXPERTS) {

@@ -1,39 +1,39 @@
-// What every warp that multiplies has, and how it multiplies for one token at a time: FC2 where SLICES2, and FC1 of
-// ONE_TOKEN. A token needs one of the eight columns of a product. So the columns take slices of the token's x or h, and
-// fewer instructions are needed.
+// State of every multiplying warp, and its products for one token at a time: FC2 if SLICES2, and FC1 of ONE_TOKEN. A
+// token needs one of a product's eight columns. So the columns take slices of the token's x or h, which needs fewer
+// instructions.
 //
-// A lane 4g + t has 32 of the 128 columns of a row of weights: slice t, in two halves of 16. Column n of x, n < 4, has
+// Lane 4g + t has slice t, 32 of the 128 columns of a row of weights, in two halves of 16. Column n of x, n < 4, has
 // the first half of slice n and zeros elsewhere, and column n + 4 the second half. So a product's sum belongs to one
-// half of one slice, which has one block scale: the scale multiplies the sum, and codes go to the tensor cores as they
-// are. The first half of a lane's words has codes of the first half: their products (`sums[0]`) are right in columns 0
-// to 3, those of the others (`sums[1]`) in columns 4 to 7.
+// half of one slice, which has one block scale. The scale multiplies the sum, and codes go to the tensor cores
+// undecoded. The first half of a lane's words has codes of the first half. Their products (`sums[0]`) are right in
+// columns 0 to 3, those of the other words (`sums[1]`) in columns 4 to 7.
 #pragma once
 #include "inputs.cuh"
 #include "pipeline.cuh"
 
 struct MultiplyingWarp {
-  // Units of FC2 of a warp, and those whose h is in registers: at most 32 of them.
+  // Maximum number of FC2 units per warp, and of those whose h is in registers (at most 32 registers).
   static constexpr int MOST_UNITS = (Stages::ALL_UNITS + WARPS - 1) / WARPS;
   static constexpr int MOST_HELD = 4 / UNIT_BLOCKS, HELD = MOST_UNITS < MOST_HELD ? MOST_UNITS : MOST_HELD;
   const Block& b;
   Stages stages{b};
   const int g = b.lane >> 2, t = b.lane & 3;
   const bool has_x = (g & 3) == t;  // this lane's column of x has its slice
-  u32 buffer = 0, turn = 0;         // the buffer that is filled next, and the parity of its phase
-  u32 number = 0;                   // of the task that is computed next
+  u32 buffer = 0, turn = 0;         // the buffer to fill next, and the parity of its phase
+  u32 number = 0;                   // of the task to compute next
   u32 h[HELD][8 * UNIT_BLOCKS];     // of the next units
-  u32 h_at[HELD];                   // where this lane's h of those units begins: see `place_of_h`
-  u32 token = ~0u;                  // of FC2's task; by slices also whose h that is
-  int units = 0;                    // of FC2 that this warp has of it
+  u32 h_at[HELD];                   // start of this lane's h of those units: see `place_of_h`
+  u32 token = ~0u;                  // token of FC2's task; by slices also the token of `h`
+  int units = 0;                    // number of this warp's units of FC2 for that token
 
   DEVICE explicit MultiplyingWarp(const Block& block) : b(block) {}
 
-  // First of this lane's 16 columns of x, in a block of 128.
+  // Returns the first of this lane's 16 columns of x in a block of 128.
   DEVICE int column() const { return column8(t, 2 * (g >> 2)); }
 
   // ---- products
-  // Returns the products of rows g and g + 8 with this lane's two columns, added up. `apart`: rows g + 8 are the same
-  // rows on the next 128 columns, whose x is behind the first's. Then each half of the rows is multiplied beside zeros.
+  // Returns sums of products of rows g and g + 8 with this lane's two columns. `apart`: rows g + 8 are the same rows at
+  // the next 128 columns, whose x follows. Then each half is multiplied with zeros in the other half.
   template <bool float16, bool apart = false>
   DEVICE float2 multiply_rows(const Rows* rows, const u32* x) const {
     float sums[2][4] = {};
@@ -67,7 +67,7 @@ struct MultiplyingWarp {
       scales_of(rows[0].scales, first, none), scales_of(rows[1].scales, second, none);
       return {first * (own[0] + own[1]), second * (own[2] + own[3])};
     }
-    // Of four groups' bytes those of two slices' halves.
+    // Picks the scales of two slices' halves from the bytes of four groups.
     const u32 picked = half ? 0x7531 : 0x6420;
     const u32 bytes = GROUP == 16 ? __byte_perm(rows[0].scales, rows[1].scales, picked) : 0;
     float scales[4];
@@ -75,7 +75,7 @@ struct MultiplyingWarp {
     scales_of(GROUP == 16 ? bytes >> 16 : rows[1].scales, scales[2], scales[3]);
     return {scales[0] * own[0] + scales[1] * own[1], scales[2] * own[2] + scales[3] * own[3]};
   }
-  // Adds up over two lanes. An even t gets the sum of row g, an odd one of row g + 8.
+  // Adds over two lanes. An even t gets the sum of row g, an odd t that of row g + 8.
   DEVICE float over_two(const float* rows) const {
     const bool odd = t & 1;
     return (odd ? rows[1] : rows[0]) + __shfl_xor_sync(~0u, odd ? rows[0] : rows[1], 1);
@@ -85,7 +85,7 @@ struct MultiplyingWarp {
   DEVICE void wait_for_buffers() const {
     EACH (half, halves) barrier_wait(b.shared.empty(buffer + half), turn ^ 1);
   }
-  // The next buffers are full.
+  // Passes the filled buffers on to the warps that add.
   template <int halves>
   DEVICE void pass_on() {
     __syncwarp();
@@ -101,7 +101,7 @@ struct MultiplyingWarp {
   DEVICE void hand_over(float (*rows)[2]) {
     if (!ONE_TOKEN) wait_for_buffers<halves>();
     const float low = over_two(rows[0]), high = halves == 2 ? over_two(rows[halves - 1]) : low;
-    const bool second = t & 2;  // lanes t, t + 1: the first half, t + 2, t + 3: the second
+    const bool second = t & 2;  // t of 0 and 1: the first half; 2 and 3: the second
     const float sum = (second ? high : low) + __shfl_xor_sync(~0u, second ? low : high, 2);
     if (t < 2 * halves)
       store_shared_float(b.shared.sums() + (buffer + (t >> 1)) * BUFFER_BYTES + b.warp * 64 + (t & 1) * 32 + g * 4,
@@ -113,10 +113,10 @@ struct MultiplyingWarp {
     number++;
   }
 
-  // ---- FC2: units go round the warps; products are added up over the token's routes here
+  // ---- FC2: warps take turns at units, and each adds its products over the token's routes
   DEVICE u32 route_of(u32 unit) const { return b.shared.routes() + (token * TOP_K + unit / UNITS2) * 16; }
-  // Bytes from the beginning of both buffers of h to this lane's columns of a unit; 1 more if those of its second block
-  // are beyond the matrix, ~0 if all are.
+  // Returns the byte offset of this lane's columns of a unit in the two buffers of h. Adds 1 if the second block's
+  // columns are beyond the matrix. Returns ~0 if the lane has no columns.
   DEVICE u32 place_of_h(int i) const {
     const u32 unit = b.warp + i * WARPS;
     const int first = unit % UNITS2 * UNIT_BLOCKS * 128 + column();
@@ -138,7 +138,7 @@ struct MultiplyingWarp {
       to[4] = q.x, to[5] = q.y, to[6] = q.z, to[7] = q.w;
     }
   }
-  // Loads h of a unit again until it is there.
+  // Reloads h of a unit until all of it is written.
   DEVICE void wait_for_h(u32 place, u32* h) const {
     for (;;) {
       u32 most = 0;
@@ -164,7 +164,7 @@ struct MultiplyingWarp {
     if (ONE_TOKEN) wait_for_buffers<1>();
     ROLLED
     for (int from = 0; from < units; from += HELD) {
-      UNROLL  // else h would move from register to register, and a move waits for the load
+      UNROLL  // otherwise h moves between registers, and a move waits for the load
       for (int j = 0; j < HELD; j++) {
         const int i = from + j;
         if (i >= units) break;
@@ -186,7 +186,7 @@ struct MultiplyingWarp {
           rows[half][0] += factor * (NARROW ? products.x + products.y : products.x);
           rows[half][1] += NARROW ? 0.f : factor * products.y;
         }
-        // h of the unit that is next in these registers; the next task of the token has the same units.
+        // Loads h of the unit that takes these registers next. The token's next task has the same units.
         const int next = i + HELD < units ? i + HELD : j;
         if (MOST_UNITS > HELD && next != i) {
           h_at[j] = place_of_h(next);

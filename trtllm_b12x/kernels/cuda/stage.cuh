@@ -1,10 +1,10 @@
 // A stage of weights: HALVES1 or HALVES2 times 16 rows x 128 columns of one matrix (NARROW: 8 x 256), codes and block
-// scales, on its way to a warp's own shared memory and from there to its registers. A lane copies (cp.async) the 16
-// bytes of codes that it decodes later.
+// scales. A warp copies it to its own shared memory, and reads it from there into registers. A lane copies (cp.async)
+// the 16 bytes of codes that it decodes later.
 #pragma once
 #include "call.cuh"
 
-// Copies ROW_SCALES bytes of a row of scales, of which `left` are left.
+// Copies `bytes` bytes from a row of scales that has `left` bytes left.
 template <int bytes>
 DEVICE void copy_scales(u32 to, const u8* from, int left) {
   if (!UNEVEN) return copy_bytes<bytes>(to, from);
@@ -14,19 +14,19 @@ DEVICE void copy_scales(u32 to, const u8* from, int left) {
     if (i < ahead + bytes && i < ahead + left) copy_bytes<4>(to + i, from - ahead + i);
 }
 
-// On an H200 grouped products of MXFP8 take 1.5 % less time with 256, those of FP4 2 % more.
+// L2 fetch size. On an H200 grouped products of MXFP8 take 1.5 % less time with 256, those of FP4 2 % more.
 constexpr int LINE = CODE_BITS == 8 && SCALED_X ? 256 : 128;
 
 struct Stage {
-  // Lanes that copy scales, and bytes of each. In 128x4 tiles a lane copies 16 bytes of a row of rows and four groups
-  // of columns.
+  // Lanes that copy scales, and bytes per lane. In 128x4 tiles a lane's bytes are the scales of rows 32 apart, for four
+  // groups of columns.
   static constexpr int LANES1 = TILED_SCALES ? MATRICES * TILES_A_BLOCK * 8 : HALVES1 * 16;
   static constexpr int LANES2 = TILED_SCALES ? (NARROW ? 2 : 1) * TILES_A_BLOCK * 8 : HALVES2 * 16;
   static constexpr int BYTES1 = TILED_SCALES ? 4 * PIECES1 : SCALE_SLOT,
                        BYTES2 = TILED_SCALES ? 4 * PIECES2 : SCALE_SLOT;
-  // Bytes ahead of the scales of gate's rows, where they take turns with those of up.
+  // Bytes before the scales of up's rows if gate and up are interleaved: these rows are odd.
   static constexpr int ODD1 = UNEVEN && SCALE_PITCH1 % 4 ? 2 : 0;
-  // From the scales of a half of a stage to the next half's, and from one piece of a half to the other.
+  // Bytes from the scales of a half of a stage to the next half's, and from one piece of a half to the other.
   static constexpr u32 HALF1 = TILED_SCALES ? (GATED ? 4 : 8) : 16 * SCALE_SLOT;
   static constexpr u32 HALF2 = TILED_SCALES ? 8 : 16 * SCALE_SLOT;
   static constexpr u32 OTHER1 = TILED_SCALES ? (GATED ? TILES_A_BLOCK * 8 * BYTES1 : 4)
@@ -35,14 +35,14 @@ struct Stage {
 
   const Layer& layer;
   const int lane, g = lane >> 2, t = lane & 3;
-  // This lane's bytes within a tile's codes, and scales that it copies for the warp; where in a stage it reads scales
-  // of piece 0.
+  // Byte offsets of this lane: its codes in a tile, the scales that it copies for the warp, the scales of piece 0 that
+  // it reads in a stage.
   u32 codes1, codes2, scales1, scales2, read1, read2;
   int gate;  // 1 if this lane copies scales of gate
 
   DEVICE Stage(const Layer& layer, int lane) : layer(layer), lane(lane) {}
 
-  // `first1`: the first block of columns that is asked for of a tile of FC1.
+  // `first1`: the warp's first block of columns in a tile of FC1.
   template <bool slices1, bool slices2>
   DEVICE void begin(int first1) {
     codes1 = g * PAIR * CODE_PITCH1 + first1 * 16 * CODE_BITS + t * 16;
@@ -59,13 +59,13 @@ struct Stage {
     keep(codes1), keep(codes2), keep(scales1), keep(scales2), keep(read1), keep(read2);
   }
 
-  // Bytes ahead of the scales of row g of a tile, whose first row's begin at a word.
+  // Returns the bytes before the scales of row g of a tile, if those of the tile's first row begin at a word.
   template <int pitch>
   DEVICE int ahead() const {
     return pitch % 2 ? g * pitch & 3 : UNEVEN && pitch % 4 ? (g & 1) * 2 : 0;
   }
-  // Where the scales that this lane needs lie in those of a stage. `slices`: of slices.cuh's columns of products.
-  // `bytes`: of a lane's copy from 128x4 tiles; `odd`: ahead of its row's else.
+  // Returns the offset of this lane's scales in a stage's scales. `slices`: products' columns are slices (slices.cuh).
+  // `bytes`: size of a lane's copy from 128x4 tiles; `odd`: otherwise, bytes before its row's scales.
   template <bool slices>
   DEVICE u32 own_scales(int bytes, int odd) const {
     u32 in_row = GROUP == 16 ? 2 * t : CODE_BITS == 4 ? t : t >> 1, tile4 = t >> 1;  // tile4: of a block's 128x4 tiles
@@ -97,7 +97,7 @@ struct Stage {
               (scales1 + later * (TILED_SCALES ? TILES_A_BLOCK * 512 : ROW_SCALES)),
           SCALE_PITCH1 - (first1 + later) * ROW_SCALES);
   }
-  // Copies a stage of FC2. `from`: where the tile begins; `codes_in`, `scales_in`: this lane's bytes from there on.
+  // Copies a stage of FC2. `from`: start of the tile; `codes_in`, `scales_in`: this lane's byte offsets from it.
   DEVICE void copy2(u32 to, const uint4& from, u32 codes_in, u32 scales_in, u32 block) const {
     const u8* codes = layer.w2 + ((u64)from.x << 4) + codes_in;
     EACH (n, 2 * HALVES2 * LOADS) {
@@ -119,7 +119,7 @@ struct Stage {
           to + HALVES2 * HALF_CODES + lane * BYTES2, layer.s2 + ((u64)from.y << 1) + scales_in,
           SCALE_PITCH2 - (int)(block + (NARROW ? lane >> 3 : 0)) * ROW_SCALES);
   }
-  // Reads a stage at `from`, of the columns of `block`.
+  // Reads the stage at `from`, with the columns of `block`.
   template <int phase, bool slices>
   DEVICE void read(Rows (*rows)[2], u32 from, int block) const {
     EACH (half, HALVES<phase>) {
@@ -130,8 +130,8 @@ struct Stage {
                           INTERMEDIATE);
     }
   }
-  // Reads a half: two pieces. `scales`: where this lane's are, `other`: from there to the other piece's. What lies
-  // beyond the `columns` of the matrix has no scale; piece 0 begins at `column`, piece 1 `beside` further.
+  // Reads a half: two pieces. `scales`: offset of this lane's scales; `other`: bytes from them to the other piece's.
+  // Piece 0 begins at `column`, piece 1 `beside` columns later. Scales beyond the matrix's `columns` become 0.
   template <bool slices>
   DEVICE void read_half(Rows* rows, u32 from, int half, u32 scales, u32 other, int column, int beside,
                         int columns) const {
@@ -155,14 +155,14 @@ struct Stage {
       }
     }
   }
-  // Scales of the slices of products' columns 2t and 2t + 1; see slices.cuh.
+  // Returns the scales of the slices in a product's columns 2t and 2t + 1; see slices.cuh.
   DEVICE u32 column_scales(u32 at) const {
     if (CODE_BITS == 8) return load_shared_u8(at);
     if (GROUP == 32 && ODD_ROWS) return load_shared_u8(at) | load_shared_u8(at + 1) << 8;
     if (GROUP == 32) return load_shared_u16(at);
     return UNEVEN ? load_shared_u16(at) | load_shared_u16(at + 2) << 16 : load_shared(at);
   }
-  // A mask of those that are columns of the matrix.
+  // Returns a mask of those scales whose columns are in the matrix.
   DEVICE u32 columns_there(int column, int columns) const {
     const int first = column + (CODE_BITS == 8 ? t * 32 : (t & 1) * 64);
     return first >= columns ? 0 : first + 32 < columns ? ~0u : GROUP == 16 ? 0xffff : 255;

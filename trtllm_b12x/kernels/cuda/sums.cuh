@@ -1,9 +1,9 @@
-// The warps that add: sums over the warps that share a tile's columns, then the activation (FC1) or the output (FC2).
+// The warps that add. They add over warps that share a tile's columns, then activate (FC1) or write the output (FC2).
 //
-// Warps put their products into buffers; mbarriers full (WARPS arrivals) and empty (one) hand those over. One warp adds
-// the parts of 16 rows in a fixed order: the same bits always. In a call that gathers, FC2's products go to
-// shares, by route. Whoever wrote some adds 1 to the token's count (release); its sum waits for all (acquire), and adds
-// in the order of top_k.
+// Multiplying warps write products to buffers. The mbarriers full (WARPS arrivals) and empty (one) hand buffers over.
+// One warp adds the parts of 16 rows in a fixed order, so the bits are always the same. In a call that gathers, FC2's
+// products go to shares, by route. A warp that wrote shares adds 1 to the token's count (release). The token's sum
+// waits for all shares (acquire), and adds in the order of top_k.
 #pragma once
 #include "inputs.cuh"
 #include "routing.cuh"
@@ -11,7 +11,7 @@
 
 struct Adder {
   const Block& b;
-  const int mine = b.warp - WARPS - 1;  // number of this warp
+  const int mine = b.warp - WARPS - 1;  // number of this warp among those that add
   const int row16 = b.lane & 15;        // row of a buffer that lanes l and l + 16 add
   u32 kind, parts;                      // of the task; this lane's row in the buffer that is added
   Info info;
@@ -29,7 +29,7 @@ struct Adder {
   }
 
   DEVICE void run() {
-    int item = 0;  // a half of a tile: every warp that adds counts all, and adds every ADDERSth
+    int item = 0;  // counts halves of tiles: each warp counts all, and adds every ADDERSth
     for (u32 number = 0;; number++) {
       kind = kind_of(b, number);
       if (kind == END) break;
@@ -57,7 +57,7 @@ struct Adder {
     }
   }
 
-  // A part of a tile of FC1: h of 8 rows (16 without a gate) for each route of the slot or group.
+  // Adds a part of a tile of FC1: h of 8 rows (16 without a gate) for each route of the slot or group.
   DEVICE void add1(int sub, int part, u32 buffer, u32 parity) const {
     const int slot = info.high(), tile = info.low() * TASK_TILES1 + sub / HALVES1 * PARTS1 + part, half = sub % HALVES1;
     const int expert = group.expert(), k = b.lane & 7;
@@ -70,7 +70,7 @@ struct Adder {
       up_bias = bias_at(b.layer.bias1, bias + UP_ROW);
       if (GATED) gate_bias = bias_at(b.layer.bias1, bias + GATE_ROW);
     }
-    // h is written in pairs of rows k and k + FAR: where this lane's pair lies.
+    // h is written in pairs of rows k and k + FAR. `to`: start of this lane's pair in route 0.
     const bool writes = !(k & FAR) && row16 < (GATED ? 8 : 16) && there;
     u8* to = b.workspace.h() + (load_shared(b.shared.epoch()) & 1) * H_BUFFER + place8(row) + place_of_pair(k);
     const u32 first_routes = GATHER ? 0 : b.shared.masks()[slot * ROUTE_WORDS];
@@ -98,7 +98,7 @@ struct Adder {
     }
   }
 
-  // Products of FC2 for a group, not added up over a token's routes.
+  // Adds products of FC2 for a group, without a sum over a token's routes.
   DEVICE void add2_gathered(int sub, u32 buffer, u32 parity) const {
     const int routes = group.last() + 1;
     u32 route = 0;  // of lanes 0 to 7, with its factor
@@ -122,12 +122,12 @@ struct Adder {
     }
   }
 
-  // A token's output.
+  // Adds and writes a token's output.
   DEVICE void add2(int sub, u32 buffer, u32 parity) const {
     const int token = info.high();
     const int column = piece_row<PIECES2>(info.low(), NARROW ? 0 : 2 * sub + (row16 >> 3)) + (b.lane & 7);
     float bias = 0;
-    if (FROM_LOGITS) wait_full(buffer, parity);  // behind it, the weights of the routes are there
+    if (FROM_LOGITS) wait_full(buffer, parity);  // after it, the routes' weights are in shared memory
     if (BIAS && column < HIDDEN)
       for (int i = 0; i < (int)b.shared.valid()[token]; i++) {
         const u32 at = b.shared.routes() + (token * TOP_K + i) * 16;
@@ -140,8 +140,8 @@ struct Adder {
   }
 };
 
-// A token's output in a call that gathers: the warps that multiply share its columns. `local`: a mask of its local
-// routes.
+// Computes a token's output in a call that gathers. The multiplying warps share its columns. `local`: a mask of its
+// local routes.
 DEVICE void sum_token(const Block& b, u32 token, u32 local) {
   const u32* added = b.workspace.added() + (load_shared(b.shared.epoch()) & 1) * MAX_TOKENS + token;
   while (acquire_global(added) < (u32)(__popc(local) * TASKS2 * HALVES2)) __nanosleep(20);

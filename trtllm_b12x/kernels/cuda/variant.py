@@ -1,4 +1,4 @@
-"""Compilations of ``layer.cu``: sizes, what fits a multiprocessor, and where cubins are kept."""
+"""Compilations of ``layer.cu``: sizes that fit a multiprocessor, and the cache of cubins."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from . import nvrtc, records
 
 _SOURCE = "layer.cu"
 TOKENS = (1, 2, 4, 8, 64)
-"""Largest calls of the variants. A call takes the first that holds it."""
-_COLUMNS = 8  # of a product; calls of more tokens gather an expert's routes
-_SHARED_MEMORY = 99 << 10  # bytes of a block on SM12x
-_RING = 75 << 10  # bytes of weights on their way to a multiprocessor: more did not help on an H200, and the rest holds sums
+"""Maximum number of tokens of each variant. A call takes the first variant that holds it."""
+_COLUMNS = 8  # columns of a product; calls of more tokens gather an expert's routes
+_SHARED_MEMORY = 99 << 10  # bytes per block on SM12x
+_RING = 75 << 10  # bytes of weights in flight per multiprocessor: more did not help on an H200, and the rest holds sums
 _WARPS = 20  # maximum number of warps that read: with 20 a thread has 80 registers, with 16 it has 96
 _TASKS = 120  # minimum number of tasks of FC1 and of FC2, so that every multiprocessor of a large card has one
 MOST_BLOCKS = 256
-"""Maximum number of blocks of a launch: a block has room for so many virtual blocks."""
+"""Maximum number of blocks of a launch. A block has room for as many virtual blocks."""
 _MAX_TOP_K = 32
 MOST_SCORED = 512
 """Maximum number of experts whose logits a warp compares."""
-_BIASES = (None, torch.bfloat16, torch.float16, torch.float32)  # by number, as matrix.cuh has them
-_SCORING = ("softmax", "sigmoid", "sigmoid_tanh")  # by number, as scoring.cuh has them
+_BIASES = (None, torch.bfloat16, torch.float16, torch.float32)  # in the order of the values of BIAS in matrix.cuh
+_SCORING = ("softmax", "sigmoid", "sigmoid_tanh")  # in the order of the values of SCORING in scoring.cuh
 SPIN_SECONDS = 30
 """Seconds that a block may wait for other warps and blocks. Then the kernel traps."""
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """A kernel's source, and the cubin of it that is kept."""
+    """A kernel's source and its cached cubin."""
 
     name: str
     source: str
@@ -52,7 +52,7 @@ class Compilation:
         return _texts(self.source, "ptx.cuh")
 
     def compile(self, target: str) -> tuple[bytes, str]:
-        """Compile for ``target`` (``sm_120a``): the cubin, and the compiler's log."""
+        """Compile for ``target`` (``sm_120a``). Return the cubin and the compiler's log."""
         return nvrtc.compiled(self.source, self.files(), target)
 
     def assembled(self, target: str) -> str:
@@ -61,7 +61,7 @@ class Compilation:
         return self.compile(target.replace("sm", "compute"))[0].decode()
 
     def file(self, target: str) -> Path:
-        """Return where the cubin is kept: below Triton's cache, which images are built with."""
+        """Return the cubin's path in Triton's cache folder, which images are built with."""
         text = repr((sorted(self.files().items()), target))
         name = f"{target}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
         return triton.cache_folder() / "trtllm_b12x" / name
@@ -95,9 +95,9 @@ def sources(source: str = _SOURCE) -> dict[str, str]:
 
 
 def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Variant, ...]:
-    """Return the variants for calls of a layer: of ``TOKENS``, those that pay.
+    """Return the variants for a layer's calls: those of ``TOKENS`` that pay.
 
-    ``subnormals``: mma.sync takes those of bfloat16. Variants whose FC2 goes by slices depend on it.
+    ``subnormals``: whether mma.sync multiplies bfloat16 subnormals. Variants whose FC2 goes by slices depend on this.
     Raise ValueError if the kernel does not take a size or the layout.
     """
     check_sizes(g, form)
@@ -111,13 +111,13 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     found = [_variant(g, form, tokens, subnormals) for tokens in taken]
     if found[-1] is None:
         raise ValueError(f"one launch of {taken[-1]} tokens at {g.hidden_size} x {g.intermediate_size} needs more shared memory")
-    return tuple(variant for variant in found if variant is not None)  # a larger one serves instead
+    return tuple(variant for variant in found if variant is not None)  # a larger variant serves instead
 
 
 def check_sizes(g: Geometry, form: Format) -> None:
     """Raise ValueError if the kernels do not take a size, the layout or the dtype."""
     tiled, by_turns = g.layout.scales != ROWS, g.layout.fc1 == BY_TURNS
-    # 64 rows: rows of gate behind rows of up. 64 columns: where both take turns, rows of scales begin at even addresses.
+    # 64 rows: gate's rows follow up's rows. 64 columns: with gate/up interleaved, rows of scales begin at even addresses.
     rows, columns = 64 if tiled else 32, 64 if by_turns and form.group_size == 32 else 32
     if g.intermediate_size % rows or g.stored_hidden % columns or (tiled and by_turns):
         sizes = f"{g.hidden_size} x {g.intermediate_size}, {g.layout.fc1}, scales in {g.layout.scales}"
@@ -127,26 +127,26 @@ def check_sizes(g: Geometry, form: Format) -> None:
 
 
 def _most_apart(g: Geometry) -> int:
-    """Return the largest call whose tokens are the columns of every product; larger ones gather.
+    """Return the maximum number of tokens of calls whose tokens are the columns of every product; larger calls gather.
 
-    Measured on an H100: gathering is faster where a warp has several blocks of columns, or a token many experts (Nemotron-3-Super
-    at 8 tokens 202 and 228 us, but at 4 113 and 101, gemma-4-26B-A4B in MXFP8 130 and 142, MiniMax-M3 at 4 tokens 50 and 61,
-    Qwen3-30B-A3B at 8 tokens 64 and 60, then without slices).
+    On an H100, gathering is faster if a warp has several blocks of columns or a token has many experts. With and without it,
+    Nemotron-3-Super takes 202 and 228 us at 8 tokens, but 113 and 101 at 4. In MXFP8, gemma-4-26B-A4B takes 130 and 142.
+    MiniMax-M3 takes 50 and 61 at 4 tokens, Qwen3-30B-A3B 64 and 60 at 8 tokens, then without slices.
     """
     return 1 if g.stored_hidden > 32 * 128 else 4 if g.stored_hidden > 16 * 128 or g.top_k > 16 else _COLUMNS
 
 
 def _slices(tokens: int, bits: int) -> bool:
-    """Return whether FC2's columns are slices of one token's, as ``slices.cuh`` says.
+    """Return whether the columns of FC2's products are slices of one token's columns, see ``slices.cuh``.
 
-    Microseconds on an H100, with and without: Qwen3-30B-A3B at 8 tokens 58.3 and 58.6, in MXFP8 at 2 tokens 31.8 and 32.7, but in
-    FP4 at 2 tokens 22.3 and 21.8, and gpt-oss-120b at 2 tokens 54.0 and 51.3.
+    On an H100, Qwen3-30B-A3B at 8 tokens takes 58.3 us with slices and 58.6 without. At 2 tokens, it takes 31.8 and 32.7 in
+    MXFP8, but 22.3 and 21.8 in FP4. gpt-oss-120b at 2 tokens takes 54.0 and 51.3.
     """
     return tokens == 1 or (tokens <= _COLUMNS and (bits == 8 or tokens == _COLUMNS))
 
 
 def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Variant | None:
-    """Return the variant for calls of up to ``tokens`` tokens, or None if a block has not enough shared memory for it."""
+    """Return the variant for calls of up to ``tokens`` tokens, or None if its blocks need too much shared memory."""
     bits, gather = form.code_bits, tokens > _COLUMNS
     # Warps that share FC1's columns, in blocks of 128 each, and rows of such warps. Each token has a warp that reads its routes.
     blocks = -(-g.stored_hidden // 128)
@@ -155,26 +155,26 @@ def _variant(g: Geometry, form: Format, tokens: int, subnormals: bool) -> Varian
     parts = max(fewest, min(most, 16 // split))
     warps = split * parts
     parts2 = _parts_of_fc2(warps, -(-g.intermediate_size // 128)) if gather else 1
-    # Tiles in a task of FC1. On an H100 gpt-oss-120b (I 2944) takes 589 us at 64 tokens with 8 and 600 with 4, but Qwen3-30B-A3B
-    # (I 768) at 16 tokens 92.7 and 88.5: a multiprocessor gets too few such tasks.
+    # Tiles in a task of FC1. On an H100 gpt-oss-120b (I 2944) takes 589 us at 64 tokens with 8 and 600 with 4. Qwen3-30B-A3B
+    # (I 768) takes 92.7 at 16 tokens with 8 and 88.5 with 4: a multiprocessor gets too few of the longer tasks.
     tasks = [1]
     if gather and split * 2 >= blocks:
         tasks = [max(1, most // parts) for most in ((8, 4) if g.gated and g.intermediate_size >= 2048 else (4,))]
-    # On an H100, with two and with three warps that add: 35.6 and 37.5 us at 4 tokens of Qwen3-30B-A3B, 14.2 and 14.1 at one.
+    # Qwen3-30B-A3B on an H100 takes 35.6 us with two warps that add and 37.5 with three at 4 tokens, 14.2 and 14.1 at one.
     adders, buffers = (2, 2) if tokens > 2 else (3, 6)
     entries = 8 if tokens == 1 else 16
-    narrow = tokens == 1 and bits == 4 and g.stored_hidden < 16 * _TASKS  # FC2 has few tiles of 16 rows: of 8, then
+    narrow = tokens == 1 and bits == 4 and g.stored_hidden < 16 * _TASKS  # FC2 has few tiles of 16 rows, so tiles have 8
     units = -(-g.intermediate_size // (256 if narrow else 128)) if tokens == 1 else 0  # of a route in FC2
-    # Halves of a stage of FC1 and of FC2, stages of FC1 on their way, halves of a warp's ring.
+    # Halves per stage of FC1 and of FC2, stages of FC1 in flight, halves in a warp's ring.
     choices = [(2, 2, 2, 4), (1, 1, 4, 4), (1, 1, 3, 3), (1, 1, 2, 2)]
     tall = tokens * g.top_k * g.intermediate_size >= (16 if g.gated else 32) * _TASKS  # FC1 has enough tiles of 32 rows
-    if tokens == 1 and bits == 8:  # 18.0 us of Qwen3-30B-A3B on an H100; 18.4 with two such stages, 18.5 with one of 32 rows
+    if tokens == 1 and bits == 8:  # Qwen3-30B-A3B takes 18.0 us on an H100; 18.4 with two such stages, 18.5 with one of 32 rows
         choices = [(1, 1, 1, 2)]
-    elif tokens == 1:  # one stage on its way: each request waits for less
+    elif tokens == 1:  # one stage is in flight: each request waits for less
         choices = [(2, 1, 1, 4), (2, 1, 1, 2)] if tall else [(1, 1, 2, 4), (1, 1, 2, 2)]
     elif bits == 8:
         del choices[0]
-    elif tokens * g.stored_hidden < 32 * _TASKS:  # Nemotron-3-Super at 2 tokens 63.4 us on an H100, without this choice 66.1
+    elif tokens * g.stored_hidden < 32 * _TASKS:  # Nemotron-3-Super at 2 tokens takes 63.4 us on an H100, 66.1 without
         choices[:1] = [(2, 1, 1, 4)] if tall else []
     for chosen, times in product(choices, tasks):
         ring = warps * chosen[-1] * bytes_of_half(g, form)
@@ -209,14 +209,14 @@ def sizes_of_layer(g: Geometry, form: Format) -> dict[str, float]:
 
 
 def bytes_of_half(g: Geometry, form: Format) -> int:
-    """Return the bytes of 16 rows and 128 columns of weights on their way: codes, and scales with room for uneven rows."""
+    """Return the bytes of a half of a stage, 16 rows x 128 columns: codes, and scales with room for uneven rows."""
     scales = 128 // form.group_size  # of a row
     uneven = any(size // form.group_size % scales for size in (g.stored_hidden, g.intermediate_size))
     return 256 * form.code_bits + 16 * (scales + (4 if uneven and g.layout.scales == ROWS else 0))
 
 
 def _shared_bytes(g: Geometry, tokens: int, fixed: int, entries: int, units: int) -> int:
-    """Return a block's shared memory. ``records.cuh`` says what lies there; ``fixed`` is what has no size of the call's."""
+    """Return a block's bytes of shared memory, see ``records.cuh``. ``fixed``: bytes of stages, sums and barriers."""
     routes, logits = tokens * g.top_k, g.scoring is not None
     before = -(-(fixed + 8 + 2 * MOST_BLOCKS) // 16) * 16 + entries
     if tokens > _COLUMNS:
@@ -226,10 +226,10 @@ def _shared_bytes(g: Geometry, tokens: int, fixed: int, entries: int, units: int
 
 
 def _parts_of_fc2(warps: int, blocks: int) -> int:
-    """Return how many rows of warps FC2's tile has.
+    """Return the number of rows of warps in a task of FC2.
 
-    The fewest whose warps share ``blocks`` of 128 columns nearly evenly, at least three each: a sum over warps then follows
-    three products.
+    It is the smallest number whose warps share ``blocks`` of 128 columns nearly evenly, at least three each. So a sum over warps
+    follows three products.
     """
     splits = [split for split in range(1, warps + 1) if warps % split == 0 and -(-blocks // split) >= 3] or [1]
     waste = {split: -(-blocks // split) * split / blocks for split in splits}
@@ -237,10 +237,10 @@ def _parts_of_fc2(warps: int, blocks: int) -> int:
 
 
 def load(needed: tuple[Compilation, ...], target: str, remedy: str) -> list[bytes]:
-    """Return the cubins, from the cache or compiled side by side.
+    """Return the cubins, from the cache or compiled in parallel.
 
-    Raise PlanError if the cache lacks one and ``TRTLLM_B12X_FREEZE`` forbids a compile (``remedy`` is the command that fills
-    it), CompileError if NVRTC is missing or does not know the card.
+    Raise PlanError if a cubin is not cached and ``TRTLLM_B12X_FREEZE`` forbids compiling (``remedy``: command that fills the
+    cache). Raise CompileError if NVRTC is missing or does not know the card.
     """
 
     def cubin(variant: Compilation) -> bytes:
@@ -254,10 +254,10 @@ def load(needed: tuple[Compilation, ...], target: str, remedy: str) -> list[byte
 
 
 def fill(variant: Compilation, target: str) -> bytes:
-    """Compile a variant and keep the cubin, if the cache can be written."""
+    """Compile a variant, and cache the cubin if the cache is writable."""
     content, _ = variant.compile(target)
     file = variant.file(target)
-    with contextlib.suppress(OSError):  # such a folder only costs a compile at each start
+    with contextlib.suppress(OSError):  # an unwritable cache only costs a compile at each start
         disk.make(file.parent)
         disk.replace(file, content)
     return content

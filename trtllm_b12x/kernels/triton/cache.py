@@ -1,4 +1,4 @@
-"""Kernels of a plan from Triton's cache, compiled into it first where it lacks them."""
+"""Load a plan's kernels from Triton's cache. Kernels that the cache lacks are compiled into it first."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from . import compile_pool
 from .variant import Variant
 
 _TIMEOUT_S = 600
-"""After so long another process is not waited for."""
+"""Maximum seconds to wait for another process."""
 _POLL_S = 0.5
 _lock = locks.new()
 
 
 class CacheMissError(Exception):
-    """Name of a kernel or module that Triton's cache lacks, and that is not compiled."""
+    """Triton's cache lacks a kernel or module, which is not compiled. The message is its name."""
 
 
 def load(variants: Sequence[Variant], capability: int, remedy: str) -> tuple[dict[tuple[Any, ...], Any], int]:
     """Return every kernel by its key, loaded on torch's current device, and the number of processes that compiled.
 
     Args:
-        capability: of that device, major * 10 + minor.
+        capability: capability of the current device, major * 10 + minor.
         remedy: command that fills the cache beforehand.
 
     Raises:
@@ -53,9 +53,9 @@ def load(variants: Sequence[Variant], capability: int, remedy: str) -> tuple[dic
 
 
 def fill(variants: Iterable[Variant], capability: int) -> int:
-    """Compile what Triton's cache lacks, in order, and return the number of processes.
+    """Compile the variants that Triton's cache lacks, in order. Return the number of processes.
 
-    While another thread or process of this machine compiles, wait until the cache has all: ranks of a node need the same kernels.
+    While another thread or process of this machine compiles, wait for the cache to fill: ranks of a node need the same kernels.
     """
     needed = list({(variant.module, *variant.key): variant for variant in variants}.values())
     deadline = time.monotonic() + _TIMEOUT_S
@@ -73,7 +73,7 @@ def _loaded(variant: Variant) -> Any:
 
 
 def _missing(variants: Sequence[Variant]) -> list[Variant]:
-    """Ask Triton's cache for every kernel, under the key that Triton computes; return those that it lacks."""
+    """Look up every kernel in Triton's cache by the key that Triton computes. Return the kernels that the cache lacks."""
     from triton.runtime import driver
 
     driver.active.get_current_device()  # compiles Triton's own module, if that is missing
@@ -89,14 +89,14 @@ def _missing(variants: Sequence[Variant]) -> list[Variant]:
 
 @contextmanager
 def hits_only() -> Iterator[None]:
-    """Raise CacheMissError before anything is compiled that Triton's cache lacks, in this thread alone.
+    """Raise CacheMissError instead of compiling a kernel that Triton's cache lacks, only in this thread.
 
-    Triton has one cache manager for the whole process. The kernels of other threads, such as the host's, keep theirs.
+    Triton has one cache manager for the whole process. Other threads, such as the engine's, compile as before.
     """
     from triton import knobs
 
     with _lock:
-        values = vars(knobs.cache)  # to assign None would delete the environment variable
+        values = vars(knobs.cache)  # assigning None would delete the environment variable
         before = {name: value for name, value in values.items() if name == "manager_class"}
         knobs.cache.manager_class = _without_misses(knobs.cache.manager_class, threading.get_ident())
         try:
@@ -107,7 +107,7 @@ def hits_only() -> Iterator[None]:
 
 
 def _without_misses(chosen: Any, thread: int) -> Any:
-    """Make a cache manager that raises on a miss in ``thread``, of Triton's or the one that the user chose."""
+    """Derive a cache manager that raises on a miss in ``thread`` from the one that the user chose, or from Triton's."""
     from triton.runtime.cache import FileCacheManager
 
     manager: Any = chosen or FileCacheManager
@@ -115,7 +115,7 @@ def _without_misses(chosen: Any, thread: int) -> Any:
     class HitsOnly(manager):
         def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
             self._raises = threading.get_ident() == thread and not (override or dump)
-            with suppress(*((OSError,) if self._raises else ())):  # a read-only cache takes no folder for this key
+            with suppress(*((OSError,) if self._raises else ())):  # a read-only cache cannot create a folder for this key
                 super().__init__(key, override=override, dump=dump)
 
         def get_file(self, filename: str) -> Any:
@@ -142,7 +142,7 @@ def _named(filename: str) -> str:
 
 @contextmanager
 def _turn() -> Iterator[bool]:
-    """Give whether this process may compile: after half a second False if another one does. Where files have no locks, it may."""
+    """Yield False if another process still compiles after half a second, else True. Where files have no locks, yield True."""
     from filelock import FileLock, Timeout
 
     with ExitStack() as stack:

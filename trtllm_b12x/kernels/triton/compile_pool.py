@@ -1,8 +1,8 @@
-"""Kernels compiled into Triton's cache by several processes, without torch and without a GPU.
+"""Compile kernels into Triton's cache in several processes, without torch and without a GPU.
 
-Triton holds the interpreter's lock while it compiles, so threads do not help. ``fill`` runs this file as a program. It
-imports Triton and the kernels alone, and forks a pool. Each process runs the JIT's own warm-up for a card that is named, not
-asked, so that the JIT of a server finds every kernel under its key.
+Triton holds the interpreter's lock while it compiles, so threads do not help. ``fill`` runs this file as a program. The
+program imports only Triton and the kernels, and forks a pool. Each process runs the JIT's own warm-up for a named card,
+without querying a GPU, so that the JIT of a server finds every kernel under its key.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 MOST_PROCESSES = 16
-"""150 MB each."""
+"""Maximum number of processes, each of 150 MB."""
 _FEWEST_KERNELS = 3
-"""For fewer, starting processes does not pay."""
+"""Minimum number of kernels for which starting processes pays."""
 _TIMEOUT_S = 600
 _LACKING = (ImportError, AttributeError, TypeError, OSError, RuntimeError, subprocess.SubprocessError)
-"""A name or an argument that this Triton does not have, no C compiler, or one that fails."""
+"""Errors for a name or an argument that this Triton lacks, and for a missing or failing C compiler."""
 
 
 def fill(
@@ -42,11 +42,11 @@ def fill(
     report: Callable[[dict[str, Any]], None] | None = None,
     ahead: bool = False,
 ) -> int:
-    """Compile ``variants`` into Triton's cache, and return the number of processes that did.
+    """Compile ``variants`` into Triton's cache. Return the number of processes that compiled.
 
-    Failures, and a few kernels, are left to the JIT, unless ``ahead``: this machine may have no driver. Triton's modules in C
-    are then compiled too, and RuntimeError is raised if a process died. ``workers`` None is one for each core that this process
-    may use. ``report`` receives ``index`` in ``variants``, ``seconds``, ``cached`` and ``error`` of each kernel.
+    Without ``ahead``, the JIT compiles failures, and all kernels if they are few. With ``ahead``, this machine may lack a driver:
+    Triton's C modules are compiled too, and RuntimeError is raised if a process died. ``workers``: default one per usable core.
+    ``report`` receives ``index`` in ``variants``, ``seconds``, ``cached`` and ``error`` of each kernel.
     """
     import triton
 
@@ -60,9 +60,9 @@ def fill(
         {**asdict(variant), "types": [kind if isinstance(kind, int) else str(kind) for kind in variant.types], "index": index}
         for index, variant in enumerate(variants)
     ]
-    # The products take three times as long: what is short comes last.
+    # The products take three times as long, so short compiles come last.
     jobs.sort(key=lambda job: (job["name"] == "route_kernel", job["name"]))
-    # Triton from where this process has it, whatever a subprocess would find.
+    # The child imports Triton from this process's folder, whatever a subprocess would find.
     request = {"jobs": jobs, "processes": workers, "site": str(Path(triton.__file__).parents[1]), "capability": capability}
     env = {**child.variables(), "TRITON_CACHE_DIR": str(cache_folder())}
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def fill(
 
 @contextmanager
 def _libcuda() -> Iterator[str]:
-    """Make a folder with a libcuda whose functions do nothing. Triton's modules in C link with it; a build machine has none."""
+    """Make a folder with a libcuda whose functions do nothing. Triton's C modules link with libcuda; a build machine has none."""
     import triton
 
     with tempfile.TemporaryDirectory() as folder:
@@ -91,12 +91,12 @@ def _libcuda() -> Iterator[str]:
         compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
         command = [*compiler.split(), "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
-        (Path(folder) / "libcuda.so").symlink_to(library)  # what Triton 3.5 links with
+        (Path(folder) / "libcuda.so").symlink_to(library)  # Triton 3.5 links with this name
         yield folder
 
 
 def driver(capability: int) -> Any:
-    """Make what Triton asks about the current device, for a card that is not looked at."""
+    """Return a stand-in for Triton's driver that reports a card of ``capability`` without a GPU."""
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", capability, 32)
@@ -109,7 +109,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [request["site"], *(entry for entry in sys.path if entry and os.path.abspath(entry) != here)]
-    # The kernels' modules by their names, without the packages around them, which import torch.
+    # Empty packages make the kernels' modules importable by name: the real packages import torch.
     root = os.path.dirname(os.path.dirname(here))
     for name in ("", ".kernels", ".kernels.triton"):
         module = types.ModuleType(f"trtllm_b12x{name}")
@@ -119,10 +119,10 @@ def main() -> None:
 
     runtime.driver.set_active(driver(request["capability"]))
     for name in {job["module"] for job in request["jobs"]}:
-        with suppress(*_LACKING):  # each of its jobs reports it
+        with suppress(*_LACKING):  # each job of this module reports the error
             importlib.import_module(f"trtllm_b12x.kernels.{name}")
     if folder := request.get("libcuda"):
-        ctypes.CDLL(os.path.join(folder, "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # what is compiled is also loaded
+        ctypes.CDLL(os.path.join(folder, "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # compiled modules are also loaded
         knobs.nvidia.libcuda_path = folder
     with ProcessPoolExecutor(request["processes"], get_context("fork"), close_output) as pool:
         utilities = [pool.submit(_compile_utilities, folder) for folder in request.get("drivers", ())]
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def close_output() -> None:
-    """Leave standard output to the process that started the pool: it ends when that one does."""
+    """Close standard output in a worker, so that the stream ends with the process that started the pool."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -156,7 +156,7 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile_utilities(folder: str) -> None:
-    """Compile Triton's ``cuda_utils`` for a process whose libcuda is in ``folder``, which is part of its key in Triton 3.9."""
+    """Compile Triton's ``cuda_utils`` for a process whose libcuda is in ``folder``, which is part of Triton 3.9's cache key."""
     from triton import knobs
     from triton.backends.nvidia import driver as cuda
 

@@ -1,11 +1,11 @@
-"""Decode kernels in Triton on 16-bit activations, on the host's own tensors: experts in NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
+"""Decode kernels in Triton on 16-bit activations and the engine's tensors: experts in NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
 
-A call is three launches: routes sorted by expert, FC1 with its activation, and FC2 with the weighted sum. Nothing depends on
-values and nothing is shared between calls: scratch memory is the call's, or comes from torch's allocator call by call, so streams
-and graphs that replay do not meet.
+A call has three launches: sorting by expert, FC1 with its activation, and FC2 with the weighted sum. Launches do not depend
+on values, and calls share nothing. Scratch memory belongs to the call, or torch's allocator provides it call by call. So streams
+and replaying graphs do not conflict.
 
-Activations are not quantized. NVFP4 sums are multiplied by ``weight_scale_2`` alone: the host's alpha times the host's input
-scale, which is the reciprocal of what that alpha contains. Every call reads both, since anybody may overwrite them.
+Activations are not quantized. NVFP4 sums are multiplied only by ``weight_scale_2``: the engine's alpha times its input scale,
+whose reciprocal the alpha contains. Every call reads both, since the engine may overwrite them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MAX_TOP_K = 64
 _MAX_EXPERTS = 2048
 _LAST_INDEX = 2**31 - 1
 _BLOCK = 1024
-"""Elements a program sets or sorts at a time."""
+"""Elements that a program sets or sorts at a time."""
 
 
 def blocks(geometry: Geometry, tokens: int, routes: int) -> int:
-    """Return the most blocks of ``routes`` that a call's routes can fall into."""
+    """Return the maximum number of blocks of ``routes`` that a call needs."""
     total = tokens * geometry.top_k
     return min(total, geometry.num_experts + total // routes)
 
@@ -47,7 +47,7 @@ class TritonKernel(JitKernel):
     features = families.triton(Environment())
     reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.UnquantizedReferenceKernel
     registers = 0
-    """Most registers of a thread; 0: ptxas chooses, for W4A16_NVFP4 96, with which it spills."""
+    """Maximum registers per thread; 0: ptxas chooses. For W4A16_NVFP4 ptxas chooses 96, and spills."""
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         # 32-bit offsets reach every route's row.
@@ -56,7 +56,7 @@ class TritonKernel(JitKernel):
         if geometry.top_k > _MAX_TOP_K or geometry.num_experts > _MAX_EXPERTS:
             raise ValueError(f"top {geometry.top_k} of {geometry.num_experts} experts: at most {_MAX_TOP_K} of {_MAX_EXPERTS}")
         self._overlap = device.type == "cuda" and self.card.capability >= 90
-        """A launch begins before the one ahead of it has ended (programmatic dependent launch)."""
+        """True if a launch begins before the previous one has ended (programmatic dependent launch)."""
 
     def _identity(self) -> tuple[Any, ...]:
         return self.geometry, self.capacity, self.card
@@ -147,7 +147,7 @@ class TritonKernel(JitKernel):
     def _workspace(self, tokens: int, quantized: bool, tiles: Tiles) -> WorkspaceLayout:
         g = self.geometry
         columns = -(-g.hidden_size // tiles.fc2.rows)
-        # ``workspace`` of ``routing.route_kernel``
+        # int32 elements of ``workspace`` in ``routing.route_kernel``
         numbers = (2 + tiles.routes) * blocks(g, tokens, tiles.routes) + tokens * (g.top_k + columns + 2) + g.num_experts
         return WorkspaceLayout.of(
             (2 * tokens * g.hidden_size if quantized else 16, g.dtype),  # FC1's input, if it arrives quantized

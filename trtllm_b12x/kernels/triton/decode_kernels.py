@@ -1,7 +1,7 @@
-"""The two products: FC1 with its activation, FC2 with the weighted sum over a token's routes.
+"""The two products of decode: FC1 with its activation, FC2 with the weighted sum over a token's routes.
 
-Sums are float32 in a fixed order: no float is added atomically, a route's results depend on nothing but its own token, and the
-last program to finish a token's columns adds its routes up in the order of ``top_k``.
+Sums are float32 in a fixed order, without atomic additions of floats. A route's results depend only on its own token. The last
+program to finish a token's columns adds up the token's routes in the order of ``top_k``.
 """
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
@@ -36,14 +36,14 @@ def _products(
     HALVES: tl.constexpr, ORDER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WORD: tl.constexpr,
     GROUP: tl.constexpr, LINEAR: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """``BN`` rows of expert ``e``'s matrix, of each of its HALVES, times inputs: ``(BN, BM)`` each.
+    """Multiply ``BN`` rows of each of the HALVES of expert ``e``'s matrix by inputs. Return ``(BN, BM)`` of up and of gate.
 
     Args:
         x: rows of X columns, at most K.
-        row: ``(BM,)``, of ``x``, for each route; the first ``n`` are any.
+        row: ``(BM,)``, the row of ``x`` for each route; the first ``n`` are valid.
         N: rows of a half.
-        K: columns of the matrix, padding included, of HEIGHT rows.
-        ORDER: of the halves' rows.
+        K: columns of the matrix, padding included; the matrix has HEIGHT rows.
+        ORDER: order of the halves' rows.
     """
     whole: tl.constexpr = K % BK == 0
     step: tl.constexpr = 2 if HALVES == 2 and ORDER == BY_TURNS else 1
@@ -86,18 +86,18 @@ def fc1_kernel(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, ORDER: tl.constexpr,
     WORD: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of at most ``BM`` routes.
+    """Compute FC1 and its activation. Grid: tiles of ``BN`` columns of the intermediate size, by blocks of at most ``BM`` routes.
 
-    ``h (routes, SIZE)`` bfloat16 whatever x is: float16 has no room for every product of gate and up.
+    ``h (routes, SIZE)`` is bfloat16 for every dtype of ``x``: float16 cannot hold every product of gate and up.
 
     Args:
         x: ``(tokens, H)`` bfloat16 or float16.
         weight: int32 words of ``(E, r * SIZE, PADDED)`` codes, WORD in each, r = 2 with GATED (rows in ORDER).
-        alpha: ``(E,)`` float32, ``weight_scale_2`` times input scale; like the next two of NVFP4 alone.
-        input_scale: float32, the reciprocal of that scale, of expert ``e`` at ``e * step``; 1 where x is in units of it.
+        alpha: ``(E,)`` float32, ``weight_scale_2`` times input scale; like the next two, only for NVFP4.
+        input_scale: float32, the input scale's reciprocal for expert ``e`` at ``e * step``; 1 if ``x`` is in units of the scale.
         half_alpha: with GATED, ``(2, E)`` float32, the alphas of up and gate (``half_alphas``).
         bias: with BIAS, ``(E, r * SIZE)``.
-        workspace: of ``route_kernel``.
+        workspace: memory that ``route_kernel`` has filled.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -109,7 +109,7 @@ def fc1_kernel(
     e = expert.to(tl.int64)
     own_alpha = 1.0
     if GROUP == NVFP4_GROUP:
-        own_alpha = tl.load(alpha + e)  # of the end; asked for there, ptxas spills at gemma-4's sizes
+        own_alpha = tl.load(alpha + e)  # used at the end, but loaded there it makes ptxas spill at gemma-4's sizes
     halves: tl.constexpr = 2 if GATED else 1
     up, gate = _products(
         x, weight, weight_sf, e, tile, route // TOP_K, n, H, SIZE, PADDED, halves * SIZE, halves, ORDER, BM, BN, BK, WORD, GROUP,
@@ -149,20 +149,20 @@ def fc2_kernel(
     BIAS: tl.constexpr, PADDED: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of ``BN`` columns of the hidden size, by blocks as ``fc1_kernel``.
+    """Compute FC2 and the weighted sum. Grid: tiles of ``BN`` columns of the hidden size, by blocks as in ``fc1_kernel``.
 
-    ``partial (routes, H)`` float32: each route's share. Programs that finish a token's columns count; the last adds them up.
+    ``partial (routes, H)`` float32 has each route's share. Programs that finish a token's columns count; the last adds them up.
 
     Args:
         h: ``(routes, SIZE)`` bfloat16.
         weight: int32 words of ``(E, PADDED, SIZE)`` codes.
-        alpha, input_scale: as ``fc1_kernel``.
+        alpha, input_scale: as in ``fc1_kernel``.
         bias: with BIAS, ``(E, PADDED)``.
         out: ``(tokens, H)``.
-        workspace: of ``route_kernel``.
+        workspace: memory that ``route_kernel`` has filled.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
-    # The routes are an earlier kernel's than the one before, which has waited for it: they are there already.
+    # fc1_kernel has waited for route_kernel, so the routes are complete before this kernel waits for fc1_kernel.
     expert, n, route = listed_block(workspace, blocks, slot, BM)
     if PDL:
         cuda.gdc_wait()
@@ -189,5 +189,5 @@ def fc2_kernel(
 
 
 for _kernel in (route_kernel, fc1_kernel, fc2_kernel):
-    # Triton before 3.8 makes other keys of its cache for kernels that are hashed in another order (``DependenciesFinder``).
+    # Before 3.8 Triton's cache keys depend on the order in which kernels are hashed (``DependenciesFinder``).
     getattr(_kernel, "cache_key", None)

@@ -20,7 +20,7 @@ GELU = tl.constexpr(5)
 
 @triton.jit
 def activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
-    """float32; ``fc1`` is up's half where there is a ``gate``. ``alpha``, ``beta`` and ``limit`` are pointers."""
+    """Activate in float32. ``fc1`` is the up half if ACTIVATION is gated. ``alpha``, ``beta`` and ``limit`` are pointers."""
     if ACTIVATION == SWIGLU:
         return gate / (1 + tl.exp(-gate)) * fc1
     if ACTIVATION == SWIGLU_BIAS:
@@ -40,9 +40,9 @@ def activate(fc1, gate, alpha, beta, limit, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def half_alphas(recorded, alpha, e, experts):
-    """Alphas of up and gate of expert ``e``: the recorded ones if the larger is ``alpha``, else that for both.
+    """Return expert ``e``'s alphas of up and gate: the recorded ones if the larger is ``alpha``, else ``alpha`` for both.
 
-    ``recorded (2, experts)`` float32, as ``NVFP4Weights.half_alphas`` has them.
+    ``recorded``: ``(2, experts)`` float32, as in ``NVFP4Weights.half_alphas``.
     """
     up, gate = tl.load(recorded + e), tl.load(recorded + experts + e)
     fresh = tl.maximum(up, gate) == alpha
@@ -51,7 +51,7 @@ def half_alphas(recorded, alpha, e, experts):
 
 @triton.jit
 def _held(low, high, k: tl.constexpr):
-    """Return True if a token's route ``k`` is to an expert of this rank, by the words of ``route_kernel``."""
+    """Return True if a token's route ``k`` is to an expert of this rank, by the bits that ``route_kernel`` wrote."""
     if k < 32:
         word = low
     else:
@@ -64,11 +64,11 @@ def shares_of_block(
     sums, router_weights, out, partial, counters, tokens, route, there, tile, rows, H: tl.constexpr, TOP_K: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """``sums (BN, BM)`` of one expert's routes to their shares, and to results of tokens of which no other is missing.
+    """Turn ``sums (BN, BM)`` of one expert's routes into shares, and into results of tokens whose other shares are complete.
 
     Args:
-        router_weights, counters: of the workspace (``route_kernel``).
-        there: ``(BM,)``, which of the routes are any.
+        router_weights, counters: parts of the workspace (``route_kernel``).
+        there: ``(BM,)``, True for valid routes.
     """
     inside = rows < H
     token = route // TOP_K

@@ -1,8 +1,8 @@
 """Grouped kernels in Triton: block-scaled products for any number of tokens (``grouped_kernels.py``).
 
-MXFP8 (W8A8), which the host has no path for, at every token count; NVFP4 (W4A4) beside the host's CUTLASS, at the counts where
-the card has measured it to be faster. Scratch memory is the call's, or comes from torch's allocator call by call: per route FC1's
-result and a share of ``H`` bfloat16, 300 MB for 8192 tokens with 8 experts each and a hidden size of 2048.
+They serve MXFP8 (W8A8), for which the engine has no path, at every token count, and NVFP4 (W4A4) besides CUTLASS, at counts where
+they were measured to be faster. Scratch memory belongs to the call, or torch's allocator provides it. Each route needs space for
+FC1's result and a share of ``H`` bfloat16: 300 MB for 8192 tokens with 8 experts each and a hidden size of 2048.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COLUMNS = 1024
 """Columns of a token that one program quantizes or sums."""
 _ROWS = 4
 _SORTED = 4096
-"""Routes that a program reads at a time."""
+"""Routes that a program of ``sort_kernel`` reads at a time."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileRule:
-    """Tiles for up to ``max_routes`` routes per expert on average; those of its neighbors are proposed beside it."""
+    """Tiles for up to ``max_routes`` routes per expert on average. The tiles of neighboring rules are proposed too."""
 
     max_routes: float
     fc1: Tile
@@ -68,20 +68,20 @@ MXFP8_TABLE = (
     TileRule(128, Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
     TileRule(float("inf"), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
 )
-"""Among the fastest on an H200, where Triton multiplies bfloat16, for layers of Qwen3-30B-A3B and gemma-4-26B-A4B at 1 and 64 to
-4096 tokens. All fit the 99 KB of SM120; they are not measured there."""
+"""These tiles are among the fastest on an H200, where Triton multiplies bfloat16, for layers of Qwen3-30B-A3B and gemma-4-26B-A4B
+at 1 and 64 to 4096 tokens. All fit the 99 KB of SM120, on which they are not measured."""
 NVFP4_TABLE = (
     TileRule(8, Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
     TileRule(24, Tile(32, 64, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
     TileRule(96, Tile(64, 64, 128, 4, 4), Tile(64, 128, 128, 4, 4)),
     TileRule(float("inf"), Tile(128, 64, 128, 4, 3), Tile(128, 128, 128, 8, 3)),
 )
-"""Not measured on a card that has these products. Compiled for one: no spills, at most 42 of its 99 KB, and where there are many
-routes a third to half of a loop's instructions are products."""
+"""These tiles are not measured on a card that has these products. Compiled for one, they do not spill and take at most 42 of its
+99 KB. With many routes, a third to half of a loop's instructions are products."""
 
 
 class GroupedKernel(JitKernel):
-    """MXFP8 by MXFP8."""
+    """Grouped kernels that multiply MXFP8 by MXFP8."""
 
     features = families.grouped(Environment())
     reference: ClassVar[type[in_torch.ReferenceKernel]] = in_torch.MXFP8ReferenceKernel
@@ -103,7 +103,7 @@ class GroupedKernel(JitKernel):
 
     @property
     def _native(self) -> bool:
-        """True if Triton has an instruction for block-scaled products here; else it has none, or a slow one of bfloat16."""
+        """True if Triton has a block-scaled product instruction for this card; else products are bfloat16, which is slow."""
         return self.device.type == "cuda" and toolchain.block_scaled(self.card.capability)
 
     def variants(self) -> Iterator[Variant]:
@@ -148,7 +148,7 @@ class GroupedKernel(JitKernel):
         return dict.fromkeys((False, True), layer)
 
     def _counts(self) -> list[int]:
-        """Return one token, and one more than each rule is first for but the last."""
+        """Return 1, and the smallest token count of each rule but the first."""
         per_token = self.geometry.top_k / (self.geometry.num_experts * self.geometry.ranks)
         sizes = {1} | {int(rule.max_routes / per_token) + 1 for rule in self.table[:-1]}
         return sorted(size for size in sizes if size <= self.capacity)
@@ -201,12 +201,12 @@ class GroupedKernel(JitKernel):
         )  # fmt: skip
 
     def _scale_bytes(self, columns: int) -> int:
-        """Return the bytes of a row's scales, whole words of four."""
+        """Return the bytes of a row's scales, padded to words of four."""
         return -(-columns // (4 * self._stored.group_size)) * 4
 
 
 class GroupedNVFP4Kernel(GroupedKernel):
-    """NVFP4 by NVFP4."""
+    """Grouped kernels that multiply NVFP4 by NVFP4."""
 
     features = families.grouped_nvfp4(Environment())
     reference = in_torch.QuantizedReferenceKernel
@@ -214,7 +214,7 @@ class GroupedNVFP4Kernel(GroupedKernel):
     table = NVFP4_TABLE
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
-        """Raise ValueError as ``Kernel.bind``, and if FC1's input scale differs between experts: a token is quantized once."""
+        """Raise ValueError as ``Kernel.bind`` does, and if FC1's input scale differs by expert: a token is quantized once."""
         if weights.input_scales is not None and weights.input_scales.fc31_input_scale.numel() != 1:
             raise ValueError("the kernels take the host's input scales, and of FC1 one for all experts")
         super().bind(weights, first_expert)

@@ -1,30 +1,30 @@
-"""Block-scaled products of whole calls, of operands of one format: what serves where there are many tokens for an expert.
+"""Block-scaled products for calls with many tokens per expert. Both operands have the same number format.
 
-Five launches: the tokens quantized, the routes sorted (``routing.py``), FC1 with its activation and the quantization of its
-result, FC2 with the router's weight, the sum over a token's routes. ``tl.dot_scaled`` is one instruction on SM120 from Triton
-3.6 on and on SM121 from 3.8 on. FC1's result is rounded to bfloat16 before it is quantized; each route's share of a token is
-rounded to bfloat16.
+A call has five launches. They quantize the tokens, sort the routes (``routing.py``), compute FC1 with its activation and quantize
+its result, compute FC2 with router weights, and sum over a token's routes. ``tl.dot_scaled`` is one instruction on SM120 from
+Triton 3.6 on and on SM121 from 3.8 on. FC1's result is rounded to bfloat16 before it is quantized. Each route's share of a token
+is rounded to bfloat16.
 
 ``FORMAT`` names the elements, ``GROUP`` the columns of a scale:
 
 ``e4m3``, 32: MXFP8
-    E8M0 scales of 32 columns (``mma.sync ... kind::mxf8f6f4.block_scale``). Activations are quantized as OCP Microscaling
-    Formats 1.0 has it (6.3): a block gets the power of two ``floor(log2(amax)) - 8``, 8 being E4M3's largest exponent, and its
-    values are rounded to nearest even and saturate at 448. A block that holds NaN or infinity gets the scale NaN.
+    32 columns share an E8M0 scale (``mma.sync ... kind::mxf8f6f4.block_scale``). Activations are quantized as in OCP Microscaling
+    Formats 1.0 (6.3). A block's exponent is ``floor(log2(amax)) - 8``, where 8 is E4M3's largest exponent. Values are rounded
+    to nearest even and saturate at 448. A block that holds NaN or infinity gets the scale NaN.
 
 ``e2m1``, 16: NVFP4
-    Two codes in a byte, the even column in the low nibble, and E4M3 scales of 16 columns (``kind::mxf4nvf4``); what scales all of
-    a matrix is multiplied to the sums. Activations are quantized by a static scale, with b12x's rounding points
-    (reciprocals with a gate, divisions without); what is beyond it saturates, and a block that holds NaN gets the scale NaN.
-    The host's own quantization differs from that in exact ties alone.
+    A byte has two codes, the even column in the low nibble. 16 columns share an E4M3 scale (``kind::mxf4nvf4``). Sums are
+    multiplied by the scale of the whole matrix. Activations are quantized by a static scale, with b12x's rounding points
+    (reciprocals with a gate, divisions without). Larger values saturate, and a block that holds NaN gets the scale NaN.
+    The engine's own quantization differs only in exact ties.
 
-Without NATIVE the products are of bfloat16, in which every code times its scale is exact (E4M3's own NaN is no code here:
-checkpoints that hold one are refused). A block scale that is NaN makes NaN; a negative one is a number, but with NATIVE, whose
-instruction has unsigned scales: checkpoints that hold one are refused too.
+Without NATIVE, products are bfloat16, in which every code times its scale is exact. Checkpoints that hold an E4M3 code of NaN are
+refused. A NaN block scale makes NaN. A negative block scale works only without NATIVE, whose instruction has unsigned scales:
+checkpoints that hold negative scales are refused too.
 
-Weights are the host's bytes: row-major codes, FC1's rows in any ORDER, and scales in the 128x4 layout or in rows (``scales.py``).
+Weights are the engine's bytes: row-major codes, FC1's rows in any ORDER, scales in the 128x4 layout or in rows (``scales.py``).
 
-Sums are float32 in a fixed order, and a route's results depend on nothing but its own token.
+Sums are float32 in a fixed order, and a route's results depend only on its own token.
 """
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
@@ -35,7 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decode_kernels import BY_TURNS, UP_GATE, activate, half_alphas  # whose kernels are hashed first, see there
+from .decode_kernels import BY_TURNS, UP_GATE, activate, half_alphas  # its kernels are hashed first, as its end explains
 from .grouped_products import block_product
 from .numerics import E2M1, quantized, rounded
 from .operands import NVFP4_GROUP
@@ -48,13 +48,13 @@ def quantize_kernel(
     x, factor, codes, codes_sf, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``ROWS`` tokens by ``COLUMNS`` columns.
+    """Quantize the tokens. Grid: ``ROWS`` tokens by ``COLUMNS`` columns.
 
     Args:
         x: ``(tokens, H)`` bfloat16 or float16.
-        factor: of NVFP4, one float32: what the host multiplies FC1's input by.
+        factor: for NVFP4, one float32, by which the engine multiplies FC1's input.
         codes: ``(tokens, H)`` E4M3, or ``(tokens, H / 2)`` bytes of two E2M1, written.
-        codes_sf: ``(tokens, H / 32)`` bytes, or ``(tokens, H / 16)``, written; rows of whole int32 words of four.
+        codes_sf: ``(tokens, H / 32)`` bytes, or ``(tokens, H / 16)``, written; rows are padded to int32 words of four.
     """
     size: tl.constexpr = 16 if FORMAT == E2M1 else 32
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1
@@ -73,7 +73,7 @@ def quantize_kernel(
 
 @triton.jit
 def _block_of(starts, slot, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, BM: tl.constexpr):
-    """Expert of block ``slot`` (EXPERTS: there is none), place of its first route, number of routes."""
+    """Return the expert of block ``slot`` (EXPERTS for no block), the place of its first route, and its number of routes."""
     e = tl.arange(0, PADDED_EXPERTS)
     start = tl.load(starts + e, mask=e < EXPERTS, other=0)
     count = tl.load(starts + e + 1, mask=e < EXPERTS, other=0) - start
@@ -97,18 +97,18 @@ def fc1_kernel(
     FORMAT: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
+    """Compute and quantize FC1. Grid: tiles of ``BN`` columns of the intermediate size, by blocks of up to ``BM`` routes.
 
     Args:
-        x, x_sf: of ``quantize_kernel``; scales, also the weights', as int32 words of four.
+        x, x_sf: codes and scales from ``quantize_kernel``. Scales, also of weights, are int32 words of four.
         weight: ``(E, r * SIZE, H)`` codes, r = 2 with GATED (rows in ORDER).
-        alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale, the larger one of up and gate.
-        half_alpha: of NVFP4 with GATED, ``(2, E)`` float32, the alphas of up and gate (``half_alphas``).
-        factor: of NVFP4, float32: what the host multiplies FC2's input by, of expert ``e`` at ``e * step``.
+        alpha: for NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale, the larger one of up and gate.
+        half_alpha: for NVFP4 with GATED, ``(2, E)`` float32, the alphas of up and gate (``half_alphas``).
+        factor: for NVFP4, float32, by which the engine multiplies FC2's input; expert ``e``'s is at ``e * step``.
         bias: with BIAS, ``(E, r * SIZE)``, in the order of the rows.
-        swiglu_alpha, swiglu_beta, swiglu_limit: of SwigluBias, ``(E,)`` float32.
-        order: ``(routes,)`` int32, by expert.
-        starts: ``(E + 1,)`` int32, places in ``order``.
+        swiglu_alpha, swiglu_beta, swiglu_limit: for SwigluBias, ``(E,)`` float32.
+        order: ``(routes,)`` int32, routes sorted by expert.
+        starts: ``(E + 1,)`` int32, the place in ``order`` where each expert's routes begin.
         h, h_sf: ``(routes, SIZE)`` codes and their scales, by place, written.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
@@ -178,11 +178,11 @@ def fc2_kernel(
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, BIAS: tl.constexpr,
     NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of ``BN`` columns of the hidden size, by blocks as ``fc1_kernel``.
+    """Compute each route's share. Grid: tiles of ``BN`` columns of the hidden size, by blocks as in ``fc1_kernel``.
 
     Args:
         weight: ``(E, H, SIZE)`` codes.
-        alpha: of NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale.
+        alpha: for NVFP4, ``(E,)`` float32: ``weight_scale_2`` times input scale.
         bias: with BIAS, ``(E, H)``.
         router_weights: ``(routes,)`` float32, by place.
         shares: ``(routes, H)`` bfloat16, by route, written.
@@ -223,10 +223,10 @@ def fc2_kernel(
 def sum_kernel(
     shares, ids, out, first, H: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Add a token's routes to this rank's experts up, in the order of ``top_k``. Grid: tokens by tiles of ``COLUMNS``.
+    """Sum a token's shares from this rank's experts, in the order of ``top_k``. Grid: tokens by tiles of ``COLUMNS``.
 
     Args:
-        ids: ``(routes,)`` int32 or int64, of experts; this rank's are ``first`` to ``first + EXPERTS``.
+        ids: ``(routes,)`` int32 or int64, global expert ids; this rank's are ``first`` to ``first + EXPERTS``.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -240,4 +240,4 @@ def sum_kernel(
 
 
 for _kernel in (quantize_kernel, fc1_kernel, fc2_kernel, sum_kernel, sort_kernel):
-    getattr(_kernel, "cache_key", None)  # in one order, as in decode_kernels.py
+    getattr(_kernel, "cache_key", None)  # hash in a fixed order, as in decode_kernels.py

@@ -1,4 +1,4 @@
-"""Products of the grouped kernels: a block of routes by rows of weights, of codes with their scales."""
+"""Products of the grouped kernels: they multiply a block of routes by weight rows, both as codes with scales."""
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +14,7 @@ from .scales import scales_of
 
 @triton.jit
 def _decoded(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """NVFP4 ``(ROWS, BYTES)`` to its even and its odd columns: bfloat16, which Triton's interpreter does not multiply."""
+    """Decode NVFP4 ``(ROWS, BYTES)`` to even and odd columns: bfloat16, or float32 in Triton's interpreter."""
     factor = e4m3_scales(scales, not INTERPRETED)
     factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
     wide = codes.to(tl.int32)
@@ -35,13 +35,13 @@ _BITS = tl.constexpr("""{
     lop3.b32 $0, a, 0x80008000, c, 0xea;
     lop3.b32 $1, b, 0x80008000, d, 0xea;
 }""")
-"""Four E4M3 codes to bfloat16 times 2**-120: sign, and exponent and mantissa at the bottom of bfloat16's. Triton converts each
-by itself, and stores them for the tensor cores two bytes at a time: a quarter more time on an H200."""
+"""PTX that converts four E4M3 codes to bfloat16 times 2**-120. Exponent and mantissa move to the right by four bits. Triton
+converts each code by itself and stores two bytes at a time, which takes a quarter more time on an H200."""
 
 
 @triton.jit
 def _decoded_mxfp8(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """MXFP8 ``(ROWS, BYTES)`` to bfloat16, exactly; in Triton's interpreter to float32."""
+    """Decode MXFP8 ``(ROWS, BYTES)`` exactly to bfloat16, or to float32 in Triton's interpreter."""
     byte = codes.to(tl.uint8, bitcast=True)
     if INTERPRETED:
         values = tl.reshape(e4m3(byte.to(tl.int32)), (ROWS, BYTES // 32, 32))
@@ -58,12 +58,12 @@ def block_product(
     sums, a, a_sf, a_there, w, w_sf, rows, rows_there, k, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, NATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """``sums (BM, BN)`` plus columns ``k`` to ``k + BK``.
+    """Add the products of columns ``k`` to ``k + BK`` to ``sums (BM, BN)``.
 
     Args:
-        a: pointers to rows of K columns, ``(BM, 1)``; ``a_there`` (BM,) of those that are.
+        a: pointers to rows of K columns, ``(BM, 1)``; ``a_there (BM,)`` is True for valid rows.
         a_sf, w_sf: pointers to the first word of rows' scales, ``(BM, 1)`` and ``(BN, 1)``.
-        w: of the expert's matrix of K columns; ``rows (BN,)`` of it.
+        w: pointer to the expert's matrix of K columns; ``rows (BN,)`` are the rows to read.
     """
     stride: tl.constexpr = 128 if not LINEAR else 0 if K // GROUP % 4 != 0 else 1
     packed: tl.constexpr = 2 if FORMAT == E2M1 else 1

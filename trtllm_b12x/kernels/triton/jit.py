@@ -1,6 +1,6 @@
 """Base of the kernel families that Triton compiles.
 
-A plan comes from Triton's cache (``cache.py``), into which processes compile what it lacks (``compile_pool.py``).
+A plan's kernels come from Triton's cache (``cache.py``). Processes first compile the kernels that it lacks (``compile_pool.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CompiledPlan(Plan):
     compiled: Mapping[tuple[Any, ...], Any] | None
     """Kernels by variant key; None if Triton's JIT or its interpreter launches."""
     calls: dict[tuple[str, tuple[Any, ...]], LaunchPlan] = field(default_factory=dict)
-    """Launches by the set of tiles that is held, and by tokens, form and types of a call."""
+    """Launch plans by tile set, and by token count, quantized input and dtypes of a call."""
 
 
 def interpreted() -> bool:
@@ -49,7 +49,7 @@ def interpreted() -> bool:
 
 class JitKernel(OwnKernel):
     held: Any = None
-    """Set of tiles that every call is launched with; None: the first of ``proposals``."""
+    """Set of tiles for every call. If None, calls use the first of ``proposals``."""
     _label = ""
     _plan: CompiledPlan
     _layers: dict[bool, tuple[LayerTensors, LayerTensors]]
@@ -84,7 +84,7 @@ class JitKernel(OwnKernel):
 
     @abstractmethod
     def _identity(self) -> tuple[Any, ...]:
-        """Return the key that tells plans of a family apart, besides the device."""
+        """Return the key that distinguishes the plans of a family, besides the device."""
 
     def _make_plan(self) -> CompiledPlan:
         if self.device.type != "cuda":
@@ -106,7 +106,7 @@ class JitKernel(OwnKernel):
     @classmethod
     def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
         card, ours = card_of(device), [(kind, limit) for kind, limit in planned if issubclass(kind, JitKernel)]
-        # The first one compiles for all.
+        # The first Triton family compiles for all of them.
         if ours[0][0] is not cls or settings.FREEZE() or toolchain.lacking(card.capability) or toolchain.tools_lacking():
             return 0
         variants: list[Variant] = []
@@ -130,18 +130,18 @@ class JitKernel(OwnKernel):
 
     @abstractmethod
     def proposals(self, tokens: int) -> tuple[Any, ...]:
-        """Return the sets of tiles for a call of ``tokens``, the one to take unmeasured first."""
+        """Return the sets of tiles for a call of ``tokens``. Without measurements, the first set is used."""
 
     @abstractmethod
     def _counts(self) -> Iterable[int]:
-        """Return token counts at which every set is proposed."""
+        """Return token counts that together propose every set."""
 
     def tiles(self, tokens: int) -> Any:
-        """Return the set that a call of ``tokens`` is launched with."""
+        """Return the set of tiles for a call of ``tokens``."""
         return self.proposals(tokens)[0] if self.held is None else self.held
 
     def sets(self) -> dict[Any, list[int]]:
-        """Return every set, and those of ``_counts`` that it is proposed for."""
+        """Return every set with the token counts of ``_counts`` that propose it."""
         counts: dict[Any, list[int]] = {}
         for tokens in self._counts():
             for tiles in self.proposals(tokens):
@@ -164,13 +164,13 @@ class JitKernel(OwnKernel):
         return run_quick_self_test(self, self.reference(), self.first_expert, tested)
 
     def serves(self, tokens: int) -> bool:
-        # Weights that are all zero or not finite are served too where the host has no path for them.
+        # If the engine has no path for the format, weights that are all zero or not finite are served too.
         tested = self._plan.tested or (self._plan.untestable and self.features.every_count)
         return tested and super().serves(tokens) and (self.held is None or self.held in self.proposals(tokens))
 
     @abstractmethod
     def _workspace(self, tokens: int, quantized: bool, tiles: Any) -> WorkspaceLayout:
-        """Return the scratch memory of calls of so many tokens."""
+        """Return the scratch memory layout of calls with ``tokens`` tokens."""
 
     def scratch_bytes(self, tokens: int) -> int:
         tokens = min(tokens, self.capacity)
@@ -191,7 +191,7 @@ class JitKernel(OwnKernel):
     def _launch_plan(
         self, tokens: int, quantized: bool, ids: torch.dtype, router_weights: torch.dtype, direct: bool
     ) -> LaunchPlan:
-        """Prepare the launches of calls of this form, past Triton's JIT if ``direct``."""
+        """Prepare the launches of calls with these properties. If ``direct``, launches bypass Triton's JIT."""
 
     def _launchers(self, variants: Sequence[Variant], grids: Sequence[tuple[int, int]], direct: bool) -> list[launcher.Launch]:
         compiled = self._plan.compiled if direct else None

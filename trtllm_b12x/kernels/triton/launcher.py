@@ -1,4 +1,4 @@
-"""Launch the kernels of a call: past the binder of Triton's JIT, which takes 30 us a kernel, if Triton's launchers are known."""
+"""Launch a call's kernels. If Triton's launchers are known, bypass the binder of Triton's JIT, which takes 30 us per kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEWEST = (3, 9)
 enter_hook, exit_hook, *arguments)``, as 3.5 does, and to take addresses for pointers (``runtime/jit.py``, ``driver.c``)."""
 
 Launch = Callable[..., Any]
-"""Takes a stream and the kernel's arguments without its constants."""
+"""Function of a stream and the kernel's arguments without its constants."""
 
 
 class LayerTensors(NamedTuple):
@@ -29,7 +29,7 @@ class LayerTensors(NamedTuple):
     fc2: tuple[Any, ...]
     first_expert: int
     steps: tuple[int, int]
-    """From one expert's input scale to the next, of FC1 and FC2: 0 or 1."""
+    """Distance from one expert's input scale to the next, of FC1 and FC2: 0 or 1."""
     quantize: tuple[Any, ...] = ()
     """Arguments of the kernel that quantizes tokens."""
 
@@ -39,12 +39,12 @@ class LayerTensors(NamedTuple):
 
 
 class WorkspaceLayout(NamedTuple):
-    """One allocation, and where its parts begin: at multiples of 128 bytes."""
+    """One allocation, and the offsets of its parts, which are multiples of 128 bytes."""
 
     nbytes: int
     begins: tuple[int, ...]
     parts: tuple[tuple[int, torch.dtype], ...]
-    """Bytes and dtype."""
+    """Bytes and dtype of each part."""
 
     @classmethod
     def of(cls, *parts: tuple[int, torch.dtype]) -> WorkspaceLayout:
@@ -58,16 +58,16 @@ class WorkspaceLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """State that calls of one token count and form share."""
+    """State that calls with equal token count, quantized input and dtypes share."""
 
     workspace: WorkspaceLayout
     direct: bool
-    """Launches take addresses and a stream."""
+    """True if launches take addresses and a stream."""
     launch: Callable[[int, LayerTensors, Any, Any], None]
-    """Takes a stream, the layer, the fields of a MoECall and the parts of the workspace, as tensors or addresses."""
+    """Function of a stream, the layer, the fields of a MoECall and the parts of the workspace, as tensors or addresses."""
 
     def start(self, layer: tuple[LayerTensors, LayerTensors], call: MoECall) -> None:
-        """Launch the kernels of a prepared call, with scratch memory of its own if it has none. ``layer``: tensors, addresses."""
+        """Launch a prepared call's kernels. Allocate scratch memory if the call has too little. ``layer``: tensors, addresses."""
         x, ids, router_weights, x_sf, swizzled, out, memory = call[:7]
         if memory is None or memory.nbytes < self.workspace.nbytes:
             memory = torch.empty(self.workspace.nbytes, dtype=torch.uint8, device=x.device)
@@ -82,7 +82,7 @@ class LaunchPlan:
 
 
 def launcher(variant: Variant, grid: tuple[int, int], kernel: Any) -> Launch:
-    """Return the launch of a compiled ``kernel``, which takes addresses; of None through Triton's JIT, which takes tensors."""
+    """Return a launch of the compiled ``kernel`` by addresses. If ``kernel`` is None, Triton's JIT launches and takes tensors."""
     if kernel is None:
         function, keywords = variant.function, {**variant.constants, **variant.options}
         return lambda stream, *arguments: function[grid](*arguments, **keywords)

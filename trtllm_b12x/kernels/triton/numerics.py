@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Triton's interpreter multiplies the bits of bfloat16 as integers."""
+"""True in Triton's interpreter, which multiplies the bits of bfloat16 as integers."""
 E2M1 = tl.constexpr("e2m1")
 _LARGEST_EXPONENT = tl.constexpr(8)
 NAN = tl.constexpr(255)
@@ -19,23 +19,23 @@ _SIXTH = tl.constexpr(1 / 6)
 
 @triton.jit
 def e2m1(code):
-    """Convert the lowest four bits of integer codes."""
-    # Moved to the exponent and the mantissa's top they are the value times 2**-126.
+    """Convert the lowest four bits of integer codes to float32."""
+    # The magnitude's bits, moved to the exponent and the mantissa's top, are the value times 2**-126.
     wide = code.to(tl.int32)
     return (((wide & 7) << 22) | ((wide & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
 def e4m3(byte):
-    """Convert the lowest eight bits of int32, on any card and in Triton's interpreter."""
-    # Sign, and exponent and mantissa at the bottom of float32's: the value times 2**-120, subnormals too.
+    """Convert the lowest eight bits of int32 to float32, on any card and in Triton's interpreter."""
+    # The magnitude's bits, moved to the exponent and the mantissa's top, are the value times 2**-120, subnormals too.
     value = (((byte & 128) << 24) | ((byte & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     return tl.where((byte & 127) == 127, float("nan"), value)
 
 
 @triton.jit
 def e4m3_scales(scales, CONVERTS: tl.constexpr):
-    """Convert uint8; CONVERTS: the card has an instruction for it (8.9 and newer)."""
+    """Convert uint8 to float32. CONVERTS: the card has an instruction for this conversion (8.9 and newer)."""
     if CONVERTS:
         return scales.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return e4m3(scales.to(tl.int32))
@@ -43,14 +43,14 @@ def e4m3_scales(scales, CONVERTS: tl.constexpr):
 
 @triton.jit
 def e8m0(byte):
-    """Convert int32 bytes."""
+    """Convert int32 bytes to float32."""
     bits = tl.where(byte == 0, 0x400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr):
-    """float32 to a 16-bit float, to the nearest; Triton's interpreter cuts bfloat16 off."""
+    """Round float32 to the nearest 16-bit float, also in Triton's interpreter, whose own conversion to bfloat16 truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -60,18 +60,18 @@ def rounded(values, dtype: tl.constexpr):
 
 @triton.jit
 def to_e4m3(values):
-    """float32 up to 448 to E4M3, to nearest even; Triton's interpreter cuts off what does not fit."""
+    """Round float32 up to 448 to E4M3, to nearest even, also in Triton's interpreter, whose own conversion truncates."""
     if INTERPRETED:
         bits = values.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        subnormal = (values + 24576.0) - 24576.0  # float32's steps there are 2**-9
+        subnormal = (values + 24576.0) - 24576.0  # float32 has steps of 2**-9 at 24576
         values = tl.where(tl.abs(values) < 0.015625, subnormal, normal)
     return values.to(tl.float8e4nv)
 
 
 @triton.jit
 def to_e2m1(values):
-    """float32 to codes 0 to 15, int32, to nearest even and at most 6."""
+    """Round float32 to E2M1 codes 0 to 15, int32, to nearest even, saturating at 6."""
     size = tl.abs(values)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
     code += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
@@ -92,7 +92,7 @@ _PACK = tl.constexpr(
 
 @triton.jit
 def _not_numbers(blocks):
-    """Return for each block ``(..., columns)`` whether it holds NaN: a maximum may lose it."""
+    """Return whether each block ``(..., columns)`` holds NaN, which a maximum may lose."""
     return tl.max((blocks != blocks).to(tl.int32), axis=2) != 0
 
 
@@ -130,7 +130,7 @@ def _to_nvfp4(values, divisor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED:
 def quantized(
     values, divisor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
-    """float32 ``(ROWS, COLUMNS)`` to codes in ``(ROWS, bytes)`` and the bytes of scales ``(ROWS, blocks)``."""
+    """Quantize float32 ``(ROWS, COLUMNS)``. Return codes ``(ROWS, bytes)`` and scale bytes ``(ROWS, blocks)``."""
     if FORMAT == E2M1:
         return _to_nvfp4(values, divisor, ROWS, COLUMNS, GATED, NATIVE)
     else:  # noqa: RET505 (without it Triton compiles both returns, whose dtypes differ)

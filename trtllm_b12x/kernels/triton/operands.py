@@ -1,19 +1,19 @@
-"""Weights and 16-bit inputs as the operands of tensor cores, in an order of columns that moves no code from its lane.
+"""Weights and 16-bit inputs as the operands of tensor cores, in a column order that keeps every code in its lane.
 
-Weights are the host's bytes: row-major codes, ``WORD`` in an int32, and scales of ``GROUP`` columns (``scales.py``). A word has 8
-E2M1 codes, the even column in the low nibble, or 4 E4M3 codes (MXFP8). Scales of 16 columns are E4M3 (NVFP4), of 32 E8M0 (MXFP4,
-MXFP8). A program multiplies ``BN`` rows of one expert by up to ``BM`` routes, ``BK`` columns at a time; E2M1 times E4M3 has
-at most 6 significant bits, so a weight is exact in bfloat16 and, 2**-8 times as large, in float16. E4M3 times a power of two is
-exact in bfloat16, as far as it has an exponent for it.
+Weights are the engine's bytes: row-major codes, ``WORD`` in an int32, and scales of ``GROUP`` columns (``scales.py``). A word has
+8 E2M1 codes, the even column in the low nibble, or 4 E4M3 codes (MXFP8). Scales of 16 columns are E4M3 (NVFP4), those of 32 E8M0
+(MXFP4, MXFP8). A program multiplies ``BN`` rows of one expert by up to ``BM`` routes, ``BK`` columns at a time. E2M1 times E4M3
+has at most 6 significant bits, so a weight is exact in bfloat16 and, 2**-8 times as large, in float16. E4M3 times a power of two
+is exact in bfloat16 if bfloat16 has the exponent.
 
 A row is read in words. Two neighboring words of E2M1 lie in one block, and become eight pairs of 16-bit floats, one for each of
-eight products of ``BK / 8`` columns: column ``2 b + p`` of product ``j`` is the row's ``16 b + 8 (j // 4) + 4 p +
-j % 4``, so that a pair is the same nibble of a word's two halves and no code changes its lane. In MXFP8 two words become four
-pairs: column ``2 b + p`` of product ``j`` is the row's ``8 b + 2 j + p``. ``split_inputs`` permutes the other side the same way;
-the sum over columns does not depend on the order.
+eight products of ``BK / 8`` columns. Column ``2 b + p`` of product ``j`` is the row's ``16 b + 8 (j // 4) + 4 p + j % 4``. So a
+pair is the same nibble of a word's two halves, and every code stays in its lane. In MXFP8 two words become four pairs: column
+``2 b + p`` of product ``j`` is the row's ``8 b + 2 j + p``. ``split_inputs`` permutes the inputs identically. The sum over
+columns does not depend on the order.
 
-Rows of a program: where rows come in whole tiles of 128, a quarter of each quarter of a tile, because the 128x4 layout puts rows
-32 apart beside each other: its scales are then contiguous.
+If rows come in whole tiles of 128, a program takes a quarter of its rows from each quarter of a tile. The 128x4 layout puts rows
+32 apart beside each other, so the program's scales are contiguous.
 """
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)
@@ -29,16 +29,16 @@ from trtllm_b12x.formats import mxfp4
 from .numerics import INTERPRETED, e2m1, e4m3, e4m3_scales, e8m0
 
 FP4 = tl.constexpr(8)
-"""``WORD`` of E2M1; E4M3 has 4."""
+"""``WORD`` of E2M1; the ``WORD`` of E4M3 is 4."""
 NVFP4_GROUP = tl.constexpr(16)
-"""``GROUP`` of E4M3 scales, which come with a scale for each expert; E8M0 scales have 32 and come alone."""
+"""``GROUP`` of E4M3 scales, which come with a scale for each expert. E8M0 scales have 32 columns and no scale per expert."""
 SCALE = tl.constexpr(256.0)
-"""E2M1 weights are multiplied 2**-8 times as large as they are."""
+"""Factor of sums with E2M1 weights, which are multiplied 2**-8 times as large as they are."""
 LARGEST_MX_SCALE = tl.constexpr(mxfp4.LARGEST_SCALE)
 
-# Two words and their scale to eight pairs, each the value times 2**-8. The three bits of a magnitude, moved to the bottom of the
-# exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too; the scale is
-# given as float32, 2**118 (2**6) times as large.
+# E2M1: convert two words and their scale to eight pairs, each value times 2**-8. The three bits of a magnitude, moved to the
+# bottom of the exponent and the top of the mantissa, are the value times 2**-126 (bfloat16) or 2**-14 (float16), subnormals too.
+# The scale is float32, 2**118 (2**6) times as large.
 _E2M1_PAIRS = """
     shr.u32 h, $8, 8;
     and.b32 m, $8, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $0, m, s, z;
@@ -51,7 +51,7 @@ _E2M1_PAIRS = """
     and.b32 m, h, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $6, m, s, z;
     and.b32 m, h, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 m, m, 0x81c081c0; fma.rn.bf16x2 $7, m, s, z;
     }"""
-"""Two words times the pair of scales in s, plus z."""
+"""PTX that multiplies two words by the pair of scales in ``s`` and adds ``z``."""
 E2M1_BFLOAT16 = tl.constexpr(
     """{
     .reg .b32 s, m, z, h;
@@ -74,9 +74,9 @@ E2M1_FLOAT16 = tl.constexpr(
     }"""
 )
 _E2M1_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,f,f")
-# The same with E8M0: a scale's byte plus 118, at bit 7, is its power of two 2**118 times as large. Scales above 2**9, more than a
-# model needs, have no exponent there and become infinity, as 255 does, which times zero is the NaN that is added. All of E8M0's
-# range would take a second multiplication for each pair, an eighth of the loop.
+# E2M1 with E8M0 scales: a scale's byte plus 118, at bit 7, is its power of two times 2**118. Scales above 2**9, more than a model
+# needs, overflow to infinity, as 255 does. Infinity times zero is the NaN that is added. E8M0's whole range would take a second
+# multiplication for each pair, an eighth of the loop.
 MX_E2M1_BFLOAT16 = tl.constexpr(
     """{
     .reg .b32 s, m, z, h, n;
@@ -88,10 +88,10 @@ MX_E2M1_BFLOAT16 = tl.constexpr(
     + _E2M1_PAIRS.replace("s, z;", "s, n;")
 )
 _MX_E2M1_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
-# Two words and their scale to four pairs. A code's exponent and mantissa at the bottom of bfloat16's exponent are the value
-# times 2**-120, subnormals too, and 0x7b80 is 2**120. A scale's byte at bit 7 is its power of two; 0 is 2**-127, subnormal
-# there, and 255 infinity, which times zero is the NaN that is added.  (E4M3's own NaN is no weight: checkpoints that hold one
-# are refused.)
+# E4M3: convert two words and their scale to four pairs. A code's exponent and mantissa at the bottom of bfloat16's exponent are
+# the value times 2**-120, subnormals too, and 0x7b80 is 2**120. A scale's byte at bit 7 is its power of two. 0 is 2**-127, which
+# is subnormal. 255 is infinity, which times zero is the NaN that is added. (Checkpoints that hold an E4M3 code of NaN are
+# refused.)
 E4M3_BFLOAT16 = tl.constexpr(
     """{
     .reg .b32 s, m, t, z, n, c;
@@ -115,7 +115,7 @@ _E4M3_REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r,r,r")
 
 @triton.jit
 def _pairs(words, scales, LOW: tl.constexpr, HIGH: tl.constexpr, WORD: tl.constexpr, dtype: tl.constexpr):
-    """The codes of each word at bits LOW and HIGH, beside each other, times their scale: ``(rows, 2 * words)``."""
+    """Return the codes of each word at bits LOW and HIGH, side by side, times their scale: ``(rows, 2 * words)``."""
     if WORD == FP4:
         low, high = e2m1(words >> LOW), e2m1(words >> HIGH)
     else:
@@ -177,9 +177,9 @@ def decoded(
     words, block_scales, rows: tl.constexpr, columns: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """int32 words ``(rows, columns / WORD)`` and bytes of scales to WORD tensors ``(rows, columns / WORD)`` of ``dtype``.
+    """Decode int32 words ``(rows, columns / WORD)`` and scale bytes to WORD tensors ``(rows, columns / WORD)`` of ``dtype``.
 
-    PTX is the card's capability, or 0 in Triton's interpreter; the bits are the same. A scale of NaN makes NaN.
+    PTX is the card's capability, or 0 in Triton's interpreter. Both give the same bits. A NaN scale gives NaN.
     """
     if WORD == FP4:
         parts = _decoded_e2m1(words, block_scales, rows, columns, GROUP, dtype, PTX)
@@ -192,14 +192,14 @@ def decoded(
 def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr, WORD: tl.constexpr):
     """Return where a tile of ``ROWS`` inputs lies, whether each place has a row, and its column.
 
-    A tile of eight is ``(4, 2 * BK)``, two rows in one, so that what eight lanes read at a time (16 bytes each, of four times
-    32 columns in two rows) lies side by side in shared memory: place ``256 a + 64 b + 32 r + 8 c + d`` is column
-    ``128 a + 32 c + 8 b + d`` of row ``r``. Measured on an H200: up to a tenth less time, with more rows as much more. For
-    MXFP8, where they read 32 columns of each row, place ``64 a + 32 r + d`` is column ``32 a + d``.
+    A tile of eight rows is ``(4, 2 * BK)``, two rows in one. So the data that eight lanes read at a time (16 bytes each, of four
+    times 32 columns in two rows) lies side by side in shared memory. Place ``256 a + 64 b + 32 r + 8 c + d`` is column
+    ``128 a + 32 c + 8 b + d`` of row ``r``. On an H200 this takes up to a tenth less time; with more rows it takes as much more.
+    For MXFP8, where lanes read 32 columns of each row, place ``64 a + 32 r + d`` is column ``32 a + d``.
 
     Args:
-        starts: ``(ROWS,)`` offsets.
-        n: how many there are.
+        starts: ``(ROWS,)`` offsets of the rows.
+        n: number of valid rows.
     """
     if ROWS <= 8:
         place = tl.arange(0, 2 * BK)
@@ -221,7 +221,7 @@ def places(starts, n, ROWS: tl.constexpr, BK: tl.constexpr, WORD: tl.constexpr):
 
 @triton.jit
 def loaded(x, offsets, there, column, k, K: tl.constexpr, WHOLE: tl.constexpr):
-    """Columns from ``k`` on; zeros where there is no row and, unless ``WHOLE``, beyond the matrix."""
+    """Load columns from ``k`` on, with zeros for missing rows and, unless ``WHOLE``, beyond the matrix."""
     if not WHOLE:
         return tl.load(x + offsets + k, mask=tl.max_constancy(there & (k + column < K), (1, 8)), other=0.0)
     return tl.load(x + offsets + k, mask=tl.max_constancy(there, (1, 8)), other=0.0)
@@ -232,7 +232,7 @@ def _split_by_8(x, rows: tl.constexpr, columns: tl.constexpr):
     if rows <= 8:
         x = tl.reshape(x, (rows // 2, columns // 128, 4, 2, 4, 8))
         x = tl.reshape(tl.permute(x, (0, 3, 1, 4, 2, 5)), (rows, columns))
-    # word of the block, half of the word, bits of the nibble's place in it
+    # The axes are the word of the block, the half of the word, and the bits of the nibble's place in the half.
     x = tl.permute(tl.reshape(x, (rows, columns // 16, 2, 2, 2, 2)), (0, 1, 3, 5, 4, 2))
     first, second = tl.split(tl.reshape(x, (rows, columns // 8, 2, 2, 2)))
     first_low, first_high = tl.split(first)
@@ -248,7 +248,7 @@ def _split_by_8(x, rows: tl.constexpr, columns: tl.constexpr):
 def _split_by_4(x, rows: tl.constexpr, columns: tl.constexpr):
     if rows <= 8:
         x = tl.reshape(tl.permute(tl.reshape(x, (rows // 2, columns // 32, 2, 32)), (0, 2, 1, 3)), (rows, columns))
-    # word of the two, bits of the column in it: the higher one is the pair's, the others the product's number
+    # The axes are the word and two bits of the column in it. The higher bit is the place in the pair, the rest is the product.
     x = tl.permute(tl.reshape(x, (rows, columns // 8, 2, 2, 2)), (0, 1, 3, 4, 2))
     low, high = tl.split(tl.reshape(x, (rows, columns // 4, 2, 2)))
     x0, x1 = tl.split(low)
@@ -258,7 +258,7 @@ def _split_by_4(x, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def split_inputs(x, rows: tl.constexpr, columns: tl.constexpr, WORD: tl.constexpr):
-    """A tile of ``places`` to ``WORD`` tensors ``(columns / WORD, rows)`` in the order of ``decoded``."""
+    """Split a tile of ``places`` into ``WORD`` tensors ``(columns / WORD, rows)`` in the order of ``decoded``."""
     if WORD == FP4:
         parts = _split_by_8(x, rows, columns)
     else:
@@ -285,12 +285,12 @@ def matrix(
     weight, weight_sf, words, sf_offsets, k, there, BN: tl.constexpr, BK: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
     WHOLE: tl.constexpr, WORD: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``k`` to ``k + BK`` of a program's rows, as ``decoded`` returns them; zeros where no row or column is.
+    """Load and decode columns ``k`` to ``k + BK`` of a program's rows. Missing rows and columns are zero.
 
     Args:
-        there: ``(BN,)``, rows that the matrix has.
-        EVERY: each row is there.
-        WHOLE: so is each column.
+        there: ``(BN,)``, True for rows that the matrix has.
+        EVERY: the matrix has every row.
+        WHOLE: the matrix has every column.
         LINEAR: the scales lie in rows.
     """
     if LINEAR:
@@ -307,7 +307,7 @@ def matrix(
         column = (k // WORD + tl.arange(0, BK // WORD))[None, :]  # in words, so that Triton sees which masks neighbors share
         block = (k // GROUP + tl.arange(0, BK // GROUP))[None, :]
         codes = tl.load(weight + words + k // WORD, mask=there[:, None] & (column < K // WORD), other=0)
-        # Four at a time, as they lie: fewer are not copied asynchronously. What lies beyond may be anything.
+        # Four scales load at a time, as stored: fewer are not copied asynchronously. Memory beyond them is undefined.
         if LINEAR and K // GROUP % 4 != 0:
             inside = block < K // GROUP
         else:

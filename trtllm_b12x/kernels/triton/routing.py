@@ -14,7 +14,7 @@ from .numerics import e2m1, e4m3
 
 @triton.jit
 def listed_block(workspace, blocks, slot, BM: tl.constexpr):
-    """Block ``slot`` of ``route_kernel``: its expert, how many routes it has (0: no block), and which, ``(BM,)`` int32."""
+    """Return block ``slot`` of ``route_kernel``: expert, number of routes (0: no block), and the routes, ``(BM,)`` int32."""
     table = workspace + 2 * slot
     members = tl.load(workspace + 2 * blocks + slot * BM + tl.arange(0, BM))
     return tl.load(table), tl.load(table + 1), members
@@ -22,7 +22,7 @@ def listed_block(workspace, blocks, slot, BM: tl.constexpr):
 
 @triton.jit
 def _localized(ids, first, count):
-    """Local int32 ids of int32 or int64 ones; -1 for what is not in the table."""
+    """Convert int32 or int64 ids to local int32 ids; -1 for experts of other ranks."""
     local = ids - first
     if ids.dtype == tl.int64:
         unsigned = local.to(tl.uint64, bitcast=True)
@@ -36,7 +36,7 @@ def _start_token(
     token, tokens, ids, out, counters, first, count, H: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, tiles,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's counters to the routes that are not this rank's, which of them are, and zeros as its output where none is."""
+    """Set a token's counters to its routes to other ranks, and the bits of this rank's routes. Without bits, zero its output."""
     k = tl.arange(0, SLOTS)
     local = _localized(tl.load(ids + token * TOP_K + k, mask=k < TOP_K, other=-1), first, count)
     held = (k < TOP_K) & (local >= 0)
@@ -63,24 +63,24 @@ def route_kernel(
     H: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 sorts routes by expert into blocks of at most ``size``, program ``1 + t`` makes token ``t`` ready.
+    """Program 0 sorts routes by expert into blocks of at most ``size``, program ``1 + t`` prepares token ``t``.
 
     ``workspace``, int32:
         ``(blocks, 2)``: expert and number of routes (0: none).
-        ``(blocks, size)``: routes. Which of an expert's comes first is left to the order of atomics: a route's results do not
-        depend on its place.
+        ``(blocks, size)``: routes. Atomics decide the order of an expert's routes, since a route's results do not depend on its
+        place.
         ``(tokens, TOP_K)``: router weights, float32.
-        ``(tokens, tiles)``: counters of the routes whose shares are written, or are another rank's.
-        ``(tokens, 2)``: a bit for each route, 1 if it is this rank's.
-        ``(EXPERTS,)``: for program 0 alone.
+        ``(tokens, tiles)``: counters of routes with a written share and of routes to other ranks.
+        ``(tokens, 2)``: a bit for each route, 1 for this rank's routes.
+        ``(EXPERTS,)``: cursors of program 0.
 
     Args:
         x, x_sf: with QUANTIZED, FP4 ``(tokens, H / 2)`` and E4M3 bytes ``(tokens, H / 16)``.
-        swizzled: 0: those bytes lie in rows; else they are 128x4-interleaved.
+        swizzled: 0 if the bytes of ``x_sf`` lie in rows, else they are 128x4-interleaved.
         staged: with QUANTIZED, ``(tokens, H)`` of FC1's input type: code times block scale.
         ids, router_weights: ``(tokens, TOP_K)`` integers and floats of any type.
-        blocks: at least as many as there can be: ``min(routes, EXPERTS + routes / size)``.
-        first: global id of the first of EXPERTS.
+        blocks: at least the maximum number of blocks, ``min(routes, EXPERTS + routes / size)``.
+        first: global id of the first of this rank's EXPERTS.
     """
     if PDL:
         cuda.gdc_wait()
@@ -145,19 +145,19 @@ def route_kernel(
 def sort_kernel(
     ids, router_weights, order, starts, sorted_weights, routes, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid: experts of this rank. A program counts the routes to experts before its own, then lists its own in their order.
+    """Grid: experts of this rank. A program counts the routes to earlier experts, then lists its expert's routes in order.
 
     Args:
-        ids: ``(routes,)`` int32 or int64, of experts; this rank's are ``first`` to ``first + EXPERTS``, others are left out.
+        ids: ``(routes,)`` int32 or int64, global expert ids. Ids outside ``first`` to ``first + EXPERTS`` are left out.
         router_weights: ``(routes,)`` float32 or bfloat16.
-        order: ``(routes,)`` int32, written: routes by expert.
-        starts: ``(EXPERTS + 1,)`` int32, written: where each expert's begin in ``order``.
-        sorted_weights: ``(routes,)`` float32, written: router weights in that order.
+        order: ``(routes,)`` int32, written: routes sorted by expert.
+        starts: ``(EXPERTS + 1,)`` int32, written: where each expert's routes begin in ``order``.
+        sorted_weights: ``(routes,)`` float32, written: router weights in the same order.
     """
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.int32)
-    # 64 bits: a difference of int32 may wrap.
+    # int64, since a difference of int32 may wrap.
     for begin in range(0, routes, BLOCK):
         local = tl.load(ids + begin + at, mask=begin + at < routes, other=-1).to(tl.int64) - first
         before += ((local >= 0) & (local < expert) & (begin + at < routes)).to(tl.int32)

@@ -1,6 +1,6 @@
 """Addresses of block scales: weights in the 128x4 layout or in rows (LINEAR), activations in rows of whole words of four.
 
-128x4: row ``r`` and block ``b`` of a matrix of ``B`` blocks is at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 +
+128x4: row ``r`` and block ``b`` in a matrix with ``B`` blocks is at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 +
 r % 128 // 32 * 4 + b % 4``.
 """
 
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def rows_of(tile, BN: tl.constexpr, N: tl.constexpr, LINEAR: tl.constexpr):
-    """Rows of program ``tile`` of a matrix (or half) of ``N`` rows."""
+    """Return the rows of program ``tile`` in a matrix (or half) with ``N`` rows."""
     tl.static_assert(BN <= 128, "128 rows have their scales beside each other")
     p = tl.arange(0, BN)
     if N % 128 == 0 and not LINEAR:
@@ -29,7 +29,7 @@ def first_scale(
     tile, FIRST: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Bytes from the expert's first scale to where ``scale_offsets`` begin."""
+    """Return the bytes from the expert's first scale to the start of ``scale_offsets``."""
     groups: tl.constexpr = (K + 4 * GROUP - 1) // (4 * GROUP)
     if LINEAR:
         start = (FIRST + tile * (BN * STEP)) * (K // GROUP)
@@ -48,8 +48,8 @@ def scale_offsets(
 ):  # fmt: skip
     """Return offsets to the scales of rows ``FIRST + STEP * rows_of(tile)``, ``(BN, BK / GROUP)``.
 
-    Where rows come in whole programs but not in 128 they are those of every program and half, which keeps them once: a third
-    fewer registers. So are those of scales in rows.
+    If ``BN`` but not 128 divides the rows, all programs and halves have the same offsets. A program then keeps them once, which
+    saves a third of the registers. Scales in rows also have the same offsets.
     """
     tl.static_assert(LINEAR or STEP == 1, "gate and up by turns have their scales in rows")
     groups: tl.constexpr = (K + 4 * GROUP - 1) // (4 * GROUP)
@@ -72,7 +72,7 @@ def scale_offsets(
 
 @triton.jit
 def scale_bytes(rows: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr):
-    """Return the bytes of the scales of a matrix."""
+    """Return the bytes of a matrix's scales."""
     if LINEAR:
         return rows * (K // GROUP)
     return (rows + 127) // 128 * ((K + 4 * GROUP - 1) // (4 * GROUP)) * 512
@@ -80,9 +80,9 @@ def scale_bytes(rows: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, LINEAR
 
 @triton.jit
 def first_scales(words, e, rows, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, LINEAR: tl.constexpr):
-    """Pointers ``(rows, 1)`` to the first scales of rows of expert ``e``'s matrix (N, K).
+    """Return pointers ``(rows, 1)`` to the first scales of ``rows`` in expert ``e``'s matrix (N, K).
 
-    To words of four, or to bytes where rows (LINEAR) do not fill words.
+    They point to words of four, or to bytes if rows (LINEAR) do not fill words.
     """
     blocks: tl.constexpr = K // GROUP
     size, e = scale_bytes(N, K, GROUP, LINEAR), e.to(tl.int64)
@@ -100,11 +100,11 @@ def scales_of(
     words, k, STRIDE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The scales of columns ``k`` to ``k + BK``, uint8 ``(ROWS, blocks)``; 0 beyond ``K``, where anything may lie.
+    """Return the scales of columns ``k`` to ``k + BK``, uint8 ``(ROWS, blocks)``; 0 beyond ``K``, where memory is undefined.
 
-    Four blocks are a word, STRIDE words from the next. What is less than four bytes a thread is not copied asynchronously, so
-    words are read, and bytes where they are enough: Triton 3.9 makes twice the loop of NVFP4's words. STRIDE 0: ``words`` points
-    to bytes in a row.
+    Four blocks are a word, and words are STRIDE words apart. Loads below four bytes per thread are not asynchronous, so words
+    are read. Bytes are read if there are enough of them, since Triton 3.9 doubles the loop for NVFP4's words. With STRIDE 0,
+    ``words`` points to bytes in a row.
     """
     blocks: tl.constexpr = BK // GROUP
     block = (k // GROUP + tl.arange(0, blocks))[None, :]

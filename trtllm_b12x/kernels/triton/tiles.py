@@ -1,8 +1,8 @@
-"""Tiles of the decode kernels: two or three sets for each number of tokens, by arithmetic. The card is asked which is fastest.
+"""Tiles of the decode kernels. Arithmetic proposes two or three sets for each number of tokens; a benchmark picks the fastest.
 
-A program reads a step of its rows while others are on their way: ``num_stages - 1`` steps of codes, block scales and activations
-lie in shared memory. A set is proposed by how many routes an expert has, since a block of routes reads the expert's weights once
-and multiplies them for all of its columns, used or not.
+A program reads a step of its rows while later steps are loading: ``num_stages - 1`` steps of codes, block scales and activations
+lie in shared memory. The number of routes per expert decides the proposals. A block of routes reads the expert's weights once
+and multiplies them by all columns of the block, used or not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.cards import Card
 
 _ONE_BLOCK = 3.0
-"""Routes per expert below which few experts have more than the 8 of a block."""
+"""Routes per expert below which few experts have more than the 8 routes of a block."""
 _FULL_BLOCKS = 8.0
 """Routes per expert from which most experts have more than 8."""
 _MANY_ROUTES = 10.0
@@ -23,15 +23,15 @@ _MANY_ROUTES = 10.0
 _TWO_BLOCKS = 12.0
 """Routes per expert from which blocks of 8 read the weights of most experts twice."""
 _STEPS = 3
-"""Fewest steps of a sum whose loads overlap the products of others."""
+"""Minimum number of a sum's steps for which loads overlap the products of other steps."""
 _RESIDENT_WARPS = 10
-"""Warps of a multiprocessor that hide each other's waits."""
+"""Number of warps on a multiprocessor that suffice to hide each other's waits."""
 _STAGES = (3, 2)
-"""Numbers of stages, the better first. More keep more bytes on their way, and programs off the multiprocessor."""
+"""Numbers of stages, best first. More stages keep more bytes in flight, but fewer programs on a multiprocessor."""
 _BLOCK_OVERHEAD = 1 << 10
-"""Bytes of shared memory that the driver keeps for each block."""
+"""Bytes of shared memory that the driver reserves for each block."""
 _PROGRAMS_PER_MULTIPROCESSOR = 0.7
-"""At least, where rows can be divided."""
+"""Minimum number of programs per multiprocessor, if rows can be divided."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Tile:
     """Sizes of one product: weight rows by columns at a time, times routes."""
 
     rows: int
-    """A power of two up to 128, as many as have their scales interleaved: of each half where FC1 has a gate. Those of a product
-    are 16 a warp or more, since a tensor core instruction takes 16."""
+    """A power of two up to 128, the rows whose scales are interleaved; with a gate, rows of each half of FC1. A warp has 16 or
+    more rows of a product, since a tensor core instruction takes 16."""
     columns: int
-    """Columns of the sum at a time, 128 or 256: products of an eighth (MXFP8: a quarter) each, of at least 16."""
+    """Columns of the sum at a time, 128 or 256. Each product takes an eighth (MXFP8: a quarter) of them, at least 16."""
     num_warps: int
     num_stages: int = 0
 
@@ -56,10 +56,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles that a call is launched with."""
+    """Tiles of one call."""
 
     routes: int
-    """Most routes of one expert in a block: 8, as many columns as a tensor core instruction has, or 16."""
+    """Maximum number of one expert's routes in a block: 8, the columns of a tensor core instruction, or 16."""
     fc1: Tile
     fc2: Tile
 
@@ -72,7 +72,7 @@ class _Product:
     """One product of a layer."""
 
     rows: int
-    """Of the matrix, or of a half of it."""
+    """Rows of the matrix, or of one half."""
     inner: int
     """Columns of the sum."""
     halves: int
@@ -87,7 +87,7 @@ class _Product:
 
 @functools.lru_cache(8192)
 def proposals(g: Geometry, card: Card, code_bits: int, group_size: int, tokens: int) -> tuple[Tiles, ...]:
-    """Return the sets for a call of ``tokens``, the one to take unmeasured first."""
+    """Return the sets for a call of ``tokens``. Without measurements, the first set is used."""
     routes = -(-tokens * g.top_k // g.ranks)  # a rank's share
     programs = _PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors / min(g.num_experts, routes)
     fc1 = _Product(g.intermediate_size, g.hidden_size, 2 if g.gated else 1, code_bits, group_size)
@@ -101,7 +101,7 @@ def proposals(g: Geometry, card: Card, code_bits: int, group_size: int, tokens: 
 
 def _sets(fc1: _Product, fc2: _Product, card: Card, per_expert: float) -> list[tuple[int, Tile, Tile]]:
     """Return the routes of a block and the tiles of both products, before they are fitted."""
-    # A warp has 16 rows of each half, or 32 of a matrix without halves.
+    # A warp has 16 rows of each half, or 32 rows of a matrix without halves.
     wide, narrow = Tile(64 if fc1.halves == 2 or fc1.code_bits == 8 else 128, 256, 4), Tile(128, 128, 4)
     slim, many = replace(wide, columns=128), Tile(64, 128, 2) if fc1.halves == 2 else narrow
     first, other = (Tile(128, 256, 4), narrow) if fc2.code_bits == 4 else (Tile(64, 128, 2), narrow)
@@ -110,7 +110,7 @@ def _sets(fc1: _Product, fc2: _Product, card: Card, per_expert: float) -> list[t
     halved = (16, many, first if fc2.code_bits == 8 else narrow)
     if card.capability // 10 == 9:
         sixteen, third = (16, wide, first), (16, wide, other)
-    else:  # without wgmma a step's activations are in registers: 64 of a thread for 16 routes by 256 columns
+    else:  # without wgmma a step's activations are in registers: 64 per thread for 16 routes by 256 columns
         sixteen, third = halved, (16, slim, narrow)
     if per_expert >= _MANY_ROUTES:
         return [halved, sixteen, third if per_expert >= _TWO_BLOCKS else (8, wide, first)]
@@ -126,15 +126,15 @@ def _sets(fc1: _Product, fc2: _Product, card: Card, per_expert: float) -> list[t
 
 
 def _blocks(product: _Product, tile: Tile, routes: int, stages: int, card: Card) -> int:
-    """Return how many programs fit the shared memory of a multiprocessor."""
+    """Return the number of programs that fit the shared memory of a multiprocessor."""
     return card.shared_memory // ((stages - 1) * product.stage_bytes(tile, routes) + _BLOCK_OVERHEAD)
 
 
 def _fitted(product: _Product, tile: Tile, routes: int, card: Card, programs: float) -> Tile:
     """Fit a tile to a matrix and to shared memory.
 
-    Take fewer warps where a step of all would load fewer than four bytes of scales each; half the columns if more than an eighth
-    of the products were with zeros behind the last column; fewer rows for at least so many ``programs`` per expert.
+    Take fewer warps if a thread would load fewer than four bytes of scales in a step. Halve the columns if more than an eighth of
+    the products would multiply zeros beyond the last column. Take fewer rows to get at least ``programs`` programs per expert.
     """
     group_size, rows = product.group_size, product.rows
     while tile.num_warps > 1 and not tile.scales_by_four(group_size):

@@ -15,7 +15,7 @@ from . import compile_pool
 @dataclass(frozen=True)
 class Variant:
     module: str
-    """Below ``trtllm_b12x.kernels``."""
+    """Name of the module below ``trtllm_b12x.kernels``."""
     name: str
     types: tuple[Any, ...]
     """Types of the arguments up to the constants: tensors' dtypes and examples of integers."""
@@ -41,6 +41,6 @@ class Variant:
         from triton.runtime import driver
 
         card = compile_pool.driver(capability)
-        card.get_current_device = lambda: capability  # Triton keeps the target of each device number
+        card.get_current_device = lambda: capability  # Triton caches the target by device number
         driver.set_active(card)
         return self.warm_up()

@@ -1,6 +1,6 @@
-"""For ``--custom_module_dirs``, where no ``.pth`` is read: promotion in the process that reads the option, and in its workers.
+"""Install promotion for ``--custom_module_dirs``, where no ``.pth`` file is read: in the process with the option and its workers.
 
-TensorRT-LLM puts this folder's parent on ``sys.path`` and imports the folder by name; nothing else may lie beside it.
+TensorRT-LLM puts this folder's parent on ``sys.path`` and imports the folder by name. The parent must contain nothing else.
 """
 
 import trtllm_b12x
@@ -9,7 +9,7 @@ from trtllm_b12x.engines.trtllm import host
 
 
 class TrtllmB12xSwitch:
-    """Never built. Workers are sent the registered model classes by reference, hence import this module before they build."""
+    """Never instantiated. Workers get registered model classes by reference, so they import this module before they build."""
 
 
 if settings.ENABLED():

@@ -7,14 +7,14 @@ import math
 from .files import CheckpointError, Section
 
 _ACTIVATIONS = {(True, "silu"): "Swiglu", (True, "gelu_pytorch_tanh"): "Geglu", (False, "relu2"): "Relu2"}
-"""(gated, ``hidden_act``) to the name in the host's ``ActivationType``."""
+"""(gated, ``hidden_act``) to the name in TensorRT-LLM's ``ActivationType``."""
 
 
 def activation(config: Section, gated: bool, index: int) -> tuple[str, bool, tuple[float, float, float] | None]:
     """Return the activation's name, whether SwiGLU constants are set, and alpha, beta and limit if the formula is known.
 
-    The name is that of the host's ``ActivationType``, or ``hidden_act`` as it is if the host has none. Raise CheckpointError if
-    that is missing.
+    The name is from TensorRT-LLM's ``ActivationType``, or ``hidden_act`` unchanged if TensorRT-LLM has no such activation. Raise
+    CheckpointError if ``hidden_act`` is missing.
     """
     word = config.typed(str, "mlp_hidden_act", "hidden_act", "hidden_activation")
     if word is None:

@@ -1,7 +1,7 @@
 """Read the ``config_groups`` of compressed-tensors (llm-compressor) as TensorRT-LLM does.
 
-Rules and precedence: ``update_quant_config_from_compressed_tensors`` (TensorRT-LLM, ``_torch/model_config.py``'s helper, file id
-57876829114).
+Rules and precedence are from ``update_quant_config_from_compressed_tensors`` (TensorRT-LLM, helper of
+``_torch/model_config.py``, file id 57876829114).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ METHOD = "compressed-tensors"
 _PATTERN = "re:"
 
 MAPPED = frozenset({"laguna"})
-"""``model_type`` whose weight mapper in TensorRT-LLM renames compressed-tensors NVFP4 (file id 52458855290). Those of qwen3_moe,
-qwen3_5, nemotron_h and gemma4 do not (9329947851, 56570860004, 68795118873, 57461093125)."""
+"""``model_type`` whose weight mapper in TensorRT-LLM renames compressed-tensors NVFP4 (file id 52458855290). The mappers of
+qwen3_moe, qwen3_5, nemotron_h and gemma4 do not (9329947851, 56570860004, 68795118873, 57461093125)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One scheme, and the modules that have it."""
+    """Quantization scheme, and the modules that use it."""
 
     name: str
     algo: str
     group_size: int | None
     targets: tuple[str, ...]
     fault: str = ""
-    """What TensorRT-LLM does with such a scheme, if it refuses it."""
+    """How TensorRT-LLM refuses such a scheme; empty if it accepts the scheme."""
 
 
 def groups_of(section: Section) -> tuple[Group, ...]:
-    """Return the groups of a ``quantization_config``. Raise CheckpointError if there is none."""
+    """Return the groups of a ``quantization_config``. Raise CheckpointError if there are no groups."""
     groups = section.section("config_groups")
     if not groups:
         raise CheckpointError(section.path, "quantization_config has no config_groups", "copy config.json from the export")
@@ -62,12 +62,12 @@ def group_of(module: str, groups: Sequence[Group], ignore: Iterable[str]) -> Gro
         return None
     owners = {target: group for group in groups for target in group.targets}
     ordered = sorted(owners, key=lambda target: (target.startswith(_PATTERN), target))
-    # The class Linear stands for what no other target names.
+    # The target Linear matches modules that no other target names.
     return next((owners[target] for target in ordered if matches(target, module)), owners.get("Linear"))
 
 
 def remarks(groups: Sequence[Group], modules: Iterable[str], model_type: str) -> list[str]:
-    """Return what TensorRT-LLM does instead of loading such a checkpoint, each after the word TensorRT-LLM."""
+    """Return why TensorRT-LLM does not load such a checkpoint. Each line continues a sentence that starts with TensorRT-LLM."""
     found = [f"{group.fault} (config group {group.name})" for group in groups if group.fault]
     if len(groups) > 1:
         names = list(modules)

@@ -41,7 +41,7 @@ class Section(dict[str, Any]):
         self.path = path
 
     def typed(self, kind: type, *keys: str) -> Any:
-        """Return the value of the first key that is there, or None. Raise CheckpointError if it has another type."""
+        """Return the value of the first key that is present, or None. Raise CheckpointError if its type is wrong."""
         for key in keys:
             value = self.get(key)
             if value is None:
@@ -52,7 +52,7 @@ class Section(dict[str, Any]):
         return None
 
     def section(self, key: str) -> Section:
-        """Return the object under ``key``, empty if it is not there."""
+        """Return the object under ``key``, empty if the key is missing."""
         return Section(self.path, self.typed(dict, key) or {})
 
 
@@ -74,9 +74,9 @@ class TensorFiles:
     """The tensors of every ``*.safetensors`` in a directory, as TensorRT-LLM finds them.
 
     ``HfWeightLoader.load_weights`` (``tensorrt_llm/_torch/models/checkpoints/hf/weight_loader.py``, commit 02086d89) loads
-    every file, listed in the index or not, except those with "consolidated" in their names if there are others, and merges them
-    in no fixed order. It reads neither the index nor folders below. So the same name in two files is a CheckpointError, and so
-    is an index that lists a tensor that is not loaded.
+    every file, listed in the index or not. If there are others, it skips files with "consolidated" in their names. It merges
+    files in no fixed order, and reads neither the index nor subfolders. So CheckpointError is raised if two files hold the same
+    name, or if the index lists a tensor that is not loaded.
     """
 
     def __init__(self, directory: Path) -> None:

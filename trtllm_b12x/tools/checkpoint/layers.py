@@ -1,4 +1,4 @@
-"""The MoE layers of a checkpoint, and their tensors by the host's names."""
+"""The MoE layers of a checkpoint, and their tensors by TensorRT-LLM's names."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _EXPERT_TENSOR = re.compile(
     r"|scale|weight_packed|weight_global_scale|input_global_scale)"
 )
 """One tensor per expert: Qwen3-MoE ``model.layers.N.mlp``, Nemotron-H ``backbone.layers.N.mixer``, DeepSeek-V4 ``layers.N.ffn``,
-Mixtral's w1, w2, w3. The last three kinds are compressed-tensors', ``scale`` is DeepSeek-V4's."""
+Mixtral's w1, w2, w3. The last three kinds are from compressed-tensors, ``scale`` is from DeepSeek-V4."""
 
 _STACKED_TENSOR = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<projection>gate_up_proj|down_proj)"
     r"(?P<kind>|_weight_scale|_weight_scale_2|_input_scale|_pre_quant_scale|_bias|_blocks|_scales)"
 )
-"""All experts in one tensor, gate before up; in gpt-oss gate and up by turns, in MXFP4 as ``_blocks`` and ``_scales``.
+"""All experts in one tensor, gate before up. gpt-oss has gate/up interleaved, in MXFP4 as ``_blocks`` and ``_scales``.
 nvidia-modelopt 0.47 writes Llama 4 with the inner dimension first."""
 _PROJECTIONS = (
     {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
@@ -41,17 +41,17 @@ _PROJECTIONS = (
     {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
     {"w1": "up_proj", "w2": "down_proj"},
 )
-"""Host's names of the projections to those of a checkpoint."""
+"""TensorRT-LLM's names of the projections to a checkpoint's names, by naming scheme."""
 
 _STACKED = ("packed", "scale", "global_scale", "input_global_scale", "zero_point", "shape")
 _STACKED_ELSEWHERE = tuple(f"_proj_{kind}" for kind in _STACKED)
-"""Ends of names where compressed-tensors has all experts in one tensor."""
+"""Suffixes of tensors in which compressed-tensors stacks all experts."""
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
-"""Keys of config.json. The last three: Step 3, Hunyuan and LongCat, ERNIE 4.5."""
+"""Keys of config.json. The last three are from Step 3, from Hunyuan and LongCat, and from ERNIE 4.5."""
 
 _NESTED = ("text_config", "llm_config", "thinker_config")
-"""Keys of config.json under which multimodal models keep the language model's."""
+"""Keys of config.json under which multimodal models nest the language model's configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +70,19 @@ class MoELayer(LayerShape):
     label: str
     """Algorithm that the configuration names. ``quant_algo`` is what is stored."""
     swiglu: tuple[float, float, float] | None
-    """alpha, beta and limit of all experts, if it is known how the host reads them."""
+    """alpha, beta and limit of all experts; None without constants, or if TensorRT-LLM's formula is unknown."""
     projections: Mapping[str, str]
-    """Host's name (w1 gate or only, w3 up, w2 down) to the checkpoint's (``gate_proj`` ...)."""
+    """TensorRT-LLM's name (w1 gate or only, w3 up, w2 down) to the checkpoint's (``gate_proj`` ...)."""
     stacked: bool
     """All experts share one tensor per projection."""
     inner_first: bool
-    """Stacked with the inner dimension before the rows. transformers stores newer models with the rows first."""
+    """Stacked tensors have the inner dimension before the rows. transformers stores newer models with the rows first."""
     by_turns: bool
-    """Stacked with rows of gate and up by turns (gpt-oss)."""
+    """Stacked rows are gate/up interleaved (gpt-oss)."""
     kinds: tuple[str, ...]
     """Tensors that each matrix has: ``weight``, ``weight_scale`` ..., ``bias``."""
     aliases: Mapping[str, str]
-    """Last part of a tensor's name to the one that this checkpoint uses instead."""
+    """Last part of a tensor's name to the alias that this checkpoint uses."""
 
     @property
     def gated(self) -> bool:
@@ -93,7 +93,7 @@ class MoELayer(LayerShape):
         return LayerShape(**{each.name: getattr(self, each.name) for each in fields(LayerShape)})
 
     def tensor_name(self, expert: int, projection: str, kind: str) -> str:
-        """Return the checkpoint's name of a tensor. ``projection``: the host's name; ``kind``: ``weight_scale`` ..."""
+        """Return the checkpoint's name of a tensor. ``projection``: TensorRT-LLM's name; ``kind``: ``weight_scale`` ..."""
         prefix, kind = f"{self.name}.experts.", self.aliases.get(kind, kind)
         if not self.stacked:
             return f"{prefix}{expert}.{self.projections[projection]}.{kind}"
@@ -101,9 +101,9 @@ class MoELayer(LayerShape):
 
 
 class LayerWeights(Mapping[str, torch.Tensor]):
-    """The tensors of one layer by the host's names, ``"{expert}.w1.weight_scale"``.
+    """The tensors of one layer by TensorRT-LLM's names, ``"{expert}.w1.weight_scale"``.
 
-    Each is read on access, which raises CheckpointError if a scale is not finite or is negative.
+    Access reads a tensor, and raises CheckpointError if a scale is not finite or is negative.
     """
 
     def __init__(self, checkpoint: Checkpoint, layer: MoELayer) -> None:
@@ -119,7 +119,7 @@ class LayerWeights(Mapping[str, torch.Tensor]):
         return tensor
 
     def _read(self, key: str) -> tuple[str, torch.Tensor]:
-        """Return the checkpoint's name of a tensor, and the tensor in the host's orientation, ``(rows, K)``."""
+        """Return the checkpoint's name of a tensor, and the tensor in TensorRT-LLM's orientation, ``(rows, K)``."""
         number, projection, kind = key.split(".")
         layer, expert = self._layer, int(number)
         if kind not in layer.kinds or not 0 <= expert < layer.num_experts:
@@ -130,7 +130,7 @@ class LayerWeights(Mapping[str, torch.Tensor]):
         if not layer.stacked or kind in self._storage.scalars:
             tensor = self._checkpoint.tensor(name)
             if layer.aliases.get(kind) in self._storage.reciprocals:
-                tensor = torch.where(tensor > 0, 1 / tensor.float(), 0.0)  # 0: never calibrated, as TensorRT-LLM reads it
+                tensor = torch.where(tensor > 0, 1 / tensor.float(), 0.0)  # TensorRT-LLM reads 0 as never calibrated
             return name, _as_bytes(tensor)
         matrix = self._checkpoint.tensor(name, expert)
         if matrix.dim() == 3:  # blocks of codes
@@ -158,7 +158,7 @@ class LayerWeights(Mapping[str, torch.Tensor]):
 
 
 class Checkpoint:
-    """A checkpoint directory. CheckpointError: the directory, its configuration or a tensor header cannot be used."""
+    """A checkpoint directory. Raises CheckpointError if the directory, its configuration or a tensor header cannot be used."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -189,13 +189,13 @@ class Checkpoint:
         return any(not torch.equal(gate, up) for gate, up in pairs)
 
     def uncalibrated(self, layer: MoELayer, expert: int, projection: str) -> bool:
-        """Return whether the input scale of FC1 or FC2 is missing. TensorRT-LLM from 1.3 on reads gate's and up's together."""
+        """Return whether the input scale of FC1 or FC2 is missing. TensorRT-LLM 1.3 and later reads gate and up together."""
         together = ["w2"] if projection == "w2" else [name for name in layer.projections if name != "w2"]
         return any(layer.tensor_name(expert, name, "input_scale") not in self._files for name in together)
 
     @property
     def remarks(self) -> list[str]:
-        """Lines on what engines do with this checkpoint if they do not load it, or read it in another way."""
+        """Warnings about engines that do not load this checkpoint, or that read it differently."""
         names = {name.rpartition(".")[0] for name in self._files}
         found = self._quantization.remarks(names, str(self._config.get("model_type", "")))
         for algo, first in {layer.quant_algo: layer for layer in self.layers[::-1] if layer.quant_algo != layer.label}.items():
@@ -220,7 +220,7 @@ class Checkpoint:
     def layers(self) -> list[MoELayer]:
         """Every MoE layer, by index and then by name (multi-token-prediction layers have indices of their own).
 
-        Raise CheckpointError if there is none, or one whose tensors are incomplete or contradict the configuration.
+        Raise CheckpointError without a MoE layer, or if a layer's tensors are incomplete or contradict the configuration.
         """
         names: dict[str, _TensorNames] = {}
         for name in self._files:
@@ -267,7 +267,7 @@ class Checkpoint:
         else:
             weight = f"{prefix}0.{projections['w1']}.{fp4_codes or 'weight'}"
         label = algo
-        # I8: DeepSeek-V4; TensorRT-LLM looks at the same header. U8: MiMo-V2 and Ling.
+        # DeepSeek-V4 stores I8, and TensorRT-LLM checks the same header. MiMo-V2 and Ling store U8.
         if algo == BLOCK_FP8 and (self._header(weight)[0] == "I8" or self._quantization.experts == "mxfp4"):
             algo, group_size = (algorithm("MXFP4"), formats.group_size("MXFP4"))
         if not names.kinds.intersection(("input_scale", "input_global_scale")):
@@ -277,7 +277,7 @@ class Checkpoint:
         if names.stacked:
             num_experts, *matrix = self._shape(weight, 3)
             height, width = self._shape(down, 3)[1:]
-            inner_first = matrix != [2 * packed * width, height // packed]  # no sizes fit both ways
+            inner_first = matrix != [2 * packed * width, height // packed]  # no sizes fit both orientations
             inner, rows = matrix if inner_first else reversed(matrix)
             rows //= 2
         else:
@@ -369,7 +369,7 @@ class Checkpoint:
             )
 
     def _header(self, name: str) -> tuple[str, list[int]]:
-        """Return dtype and shape. gpt-oss' blocks ``(E, rows, K / 32, 16)`` count as ``(E, rows, K / 2)``."""
+        """Return dtype and shape. Blocks of gpt-oss ``(E, rows, K / 32, 16)`` are returned as ``(E, rows, K / 2)``."""
         dtype, shape = self._files.header(name)
         return dtype, [*shape[:2], math.prod(shape[2:])] if len(shape) == 4 else shape
 
@@ -385,7 +385,7 @@ class _TensorNames:
     """Facts that the tensor names of one layer show."""
 
     experts: dict[int, set[str]] = field(default_factory=dict)
-    """Expert to the projections it has."""
+    """Projections by expert."""
     kinds: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
     stacked: bool = False

@@ -36,7 +36,7 @@ class Quantization:
 
     @classmethod
     def from_files(cls, directory: Path, config: Section) -> Quantization:
-        """Raise CheckpointError if a key has the wrong type, or another tool quantized the model."""
+        """Read how a model is quantized. Raise CheckpointError if a key has the wrong type, or the method is unknown."""
         path = directory / "hf_quant_config.json"
         if path.exists():
             section = read_json(path).section("quantization")
@@ -79,9 +79,9 @@ class Quantization:
         return algo, group_size or formats.group_size(algo)
 
     def remarks(self, modules: Iterable[str], model_type: str) -> list[str]:
-        """Return lines on what TensorRT-LLM does with such a checkpoint on SM120 and SM121 if it does not load it.
+        """Return lines on why TensorRT-LLM does not load such a checkpoint on SM120 and SM121; empty if it loads the checkpoint.
 
-        ``modules`` are the names of all that have tensors, ``model_type`` is config.json's.
+        ``modules`` are the names of all modules with tensors, ``model_type`` is from config.json.
         """
         labels = {self.algo, *(algo for algo, _ in self.per_layer.values()), *(group.algo for group in self.groups)}
         fates = {label: fate for storage in STORAGE.values() for label, fate in storage.labels.items()}
@@ -91,7 +91,7 @@ class Quantization:
         return [f"{self.path.name}: TensorRT-LLM {each}" for each in found]
 
     def _excludes(self, layer: str) -> bool:
-        """Match as the host does: a pattern names the projection or any module around it, with wildcards or after "re:"."""
+        """Match as TensorRT-LLM does: a pattern names the projection or a module around it, with wildcards or after "re:"."""
         parts = f"{layer}.experts.0.down_proj".split(".")
         modules = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         by = fnmatchcase, re.fullmatch

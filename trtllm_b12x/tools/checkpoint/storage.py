@@ -1,4 +1,4 @@
-"""Describe how checkpoints store the matrices of each number format, one row a format."""
+"""Describe how checkpoints store the matrices of each number format, one row per format."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class StorageFormat:
     """The tensors of one matrix, by the last part of their names."""
 
     dtypes: Mapping[str, tuple[str, ...]]
-    """Tensor to the dtypes in safetensors that may hold it; empty: any."""
+    """Tensor to its allowed dtypes in safetensors; an empty tuple allows every dtype."""
     elements: Mapping[str, int]
-    """Tensor to the weights of a row that one entry holds or scales. A tensor that is not listed is a scalar."""
+    """Tensor to the number of weights in a row that one entry holds or scales. Tensors that are not listed are scalars."""
     fault: Callable[[str, torch.Tensor], str] = lambda name, tensor: ""
     """Return why a tensor cannot be used, or an empty string."""
     optional: frozenset[str] = frozenset()
     """Tensors that a checkpoint may lack."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors in checkpoints of other producers, to ours."""
+    """Other producers' tensor names to our names."""
     reciprocals: frozenset[str] = frozenset()
-    """Other producers' names whose values are the reciprocals of ours."""
+    """Other producers' tensors whose values are the reciprocals of our values."""
     quant_methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """``quant_method`` in config.json to the settings it stands for, as TensorRT-LLM reads it."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class StorageFormat:
     weight_only: str = ""
     """Format of the same tensors without ``input_scale``."""
     mislabeled: str = ""
-    """What engines do with such tensors in U8 if the configuration names another format."""
+    """What engines do with such tensors in U8 if the configuration names a different format."""
 
     @property
     def scalars(self) -> frozenset[str]:
@@ -68,7 +68,7 @@ _FP4: dict[str, Any] = {
     "dtypes": {"weight": ("U8",), "weight_scale": ("F8_E4M3",), "weight_scale_2": ("F32",), "input_scale": ("F32",)},
     "elements": {"weight": 2, "weight_scale": _GROUP_SIZE["NVFP4"]},
     "fault": _nvfp4_fault,
-    # compressed-tensors; as TensorRT-LLM renames them (checkpoints/hf/compressed_tensors.py, file id 57889776691).
+    # TensorRT-LLM renames compressed-tensors in the same way (checkpoints/hf/compressed_tensors.py, file id 57889776691).
     "aliases": {"weight_packed": "weight", "weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"},
     "reciprocals": frozenset({"weight_global_scale", "input_global_scale"}),
 }
@@ -87,11 +87,11 @@ STORAGE = {
         quant_methods={"nvfp4": {"quant_algo": "NVFP4", "ignore": ["*.mlp.gate", "lm_head"]}},
         weight_only="W4A16_NVFP4",
     ),
-    # nvidia-modelopt writes no input scale, nvidia/Qwen3.6-35B-A3B-NVFP4 has them.
+    # nvidia-modelopt does not write input scales, but nvidia/Qwen3.6-35B-A3B-NVFP4 has them.
     "W4A16_NVFP4": StorageFormat(
         **_FP4,
         optional=frozenset({"input_scale"}),
-        # The same sources; in vLLM ModelOptNvFp4Config._from_config.
+        # Sources: as for UNCALIBRATED, and vLLM's ModelOptNvFp4Config._from_config.
         mislabeled="no expert has an input_scale. TensorRT-LLM 1.2 raises KeyError, newer ones quantize activations with a scale "
         "of 1, which loses small values. vLLM 0.33 keeps 16-bit activations if every config group has input_activations null, "
         "otherwise it reads uninitialized scales. Set quant_algo to W4A16_NVFP4",
@@ -100,19 +100,19 @@ STORAGE = {
         {"weight": ("U8", "I8"), "weight_scale": ("U8", "F8_E8M0")},
         {"weight": 2, "weight_scale": _GROUP_SIZE["MXFP4"]},
         _mxfp4_fault,
-        # gpt-oss: blocks and scales. DeepSeek-V4: weight and scale. compressed-tensors: weight_packed. MiMo-V2: the last.
+        # gpt-oss has blocks and scales, DeepSeek-V4 weight and scale, compressed-tensors weight_packed, MiMo-V2 weight_scale_inv.
         aliases={
             **dict.fromkeys(("blocks", "weight_packed"), "weight"),
             **dict.fromkeys(("scales", "scale", "weight_scale_inv"), "weight_scale"),
         },
         quant_methods={"mxfp4": {"quant_algo": "W4A8_MXFP4_MXFP8"}},
-        # nvidia-modelopt 0.47 and 0.48; model_config.py (file id 60599514144), fused_moe_cutlass.py (57675435166).
+        # Sources: nvidia-modelopt 0.47 and 0.48; model_config.py (file id 60599514144), fused_moe_cutlass.py (57675435166).
         labels={
             "mxfp4": _NO_MEMBER,
             "MXFP4": _NO_MEMBER,
             "W4A16_MXFP4": "refuses it on SM120 and SM121: it has W4A16_MXFP4 kernels for SM90 alone",
         },
-        # fp8.py and bailing_moe_v3.py of vLLM 0.33.
+        # Sources: fp8.py and bailing_moe_v3.py of vLLM 0.33.
         mislabeled="TensorRT-LLM looks for packed experts in I8, these are in U8. vLLM 0.33 serves them if store_dtype names "
         "mxfp4, in bailing_moe_v3 if routed_experts_quant_method does",
     ),
@@ -128,7 +128,7 @@ STORAGE = {
 
 
 def storage_of(quant_algo: str) -> StorageFormat:
-    """Return the storage of a format, or that of plain weights for any other algorithm."""
+    """Return the storage of a format, or ``UNQUANTIZED`` for other algorithms."""
     form = formats.find(quant_algo)
     return UNQUANTIZED if form is None else STORAGE[form.name]
 

@@ -1,4 +1,4 @@
-"""Load one MoE layer as the host does, run it on our kernels, and compare it with a float32 reference."""
+"""Load one MoE layer as TensorRT-LLM does, run it on our kernels, and compare it with a float32 reference."""
 
 from trtllm_b12x.tools.options import Ranks
 

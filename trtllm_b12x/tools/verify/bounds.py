@@ -1,9 +1,9 @@
 """Error bounds of a layer, as relative L2.
 
-Against the reference with the same rounding points a sound kernel is off by 0.004, any mistake by 0.05 and more. A float32 sum in
-another order flips one code or block scale in some thousand tokens. Against float32 the error is a sum over the codes that round
-differently, so the bound for few tokens is wider. In 160 sound layers of 128 x 16 to 256 x 128 no sample of 64 tokens had an
-error above 0.08 or a ratio above 1.08, and no sample of 8 tokens one above 0.19 or 1.5.
+Against the reference with the same rounding points, a sound kernel has an error of 0.004, a faulty kernel of 0.05 or more. A
+float32 sum in a different order flips one code or block scale in some thousand tokens. Against float32 the error is a sum over
+the codes that round differently, so the bound for few tokens is wider. In 160 sound layers of 128 x 16 to 256 x 128, samples of
+64 tokens had errors up to 0.08 and ratios up to 1.08. Samples of 8 tokens had errors up to 0.19 and ratios up to 1.5.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ FLIP = 0.5
 @dataclass(frozen=True)
 class Tolerances:
     kernel: float = 0.005
-    """Against the reference with the rounding points of the kernel."""
+    """Error against the reference with the rounding points of the kernel."""
     unquantized: float = 0.004
-    """The same for kernels that keep activations in 16 bits (0.0024 seen)."""
+    """The same error for kernels that keep activations in 16 bits (0.0024 seen)."""
     none: float = 0.05
-    """Against float32, over many tokens."""
+    """Error against float32, over many tokens."""
     ratio: float = 1.03
     """Error against unquantized activations over the reference's own error, over many tokens."""
     reference: float = 0.7
     """Cost of quantizing calibrated activations, in the reference itself (0.13 to 0.2 seen; calls of a single token: 0.5)."""
     weight: float = 0.2
-    """Distance of a matrix from the original's (0.095 for max calibration; another expert's 1.4)."""
+    """Distance of a matrix from the original matrix (0.095 for max calibration, 1.4 for another expert's matrix)."""
     original: float = 0.75
-    """Distance of the outputs of calibrated activations from the original's (0.25 seen)."""
+    """Distance of outputs from the original model's outputs, for calibrated activations (0.25 seen)."""
 
     def of(self, tokens: int) -> tuple[float, float]:
-        """Return the bounds of the error against float32, and of the ratio, for a sample of so many tokens."""
+        """Return the bounds on the error against float32 and on the ratio, for a sample of ``tokens`` tokens."""
         return self.none + 0.6 / math.sqrt(tokens), self.ratio + 8 / tokens
 
 

@@ -1,4 +1,4 @@
-"""Draw activations and routes for the calls that a layer is measured by."""
+"""Draw activations and routes for the calls that verify a layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_TOKENS = 63
 """A case repeats its call until it has this many tokens, or has read ``MAX_READS`` experts."""
 
 EXPERTS = 16
-"""Experts that the tokens of a case choose from; other ones in each case. So a large layer takes seconds."""
+"""Experts that the tokens of a case choose from, different ones in each case. So a large layer takes seconds."""
 
 MAX_READS = 64
 """Experts that the calls of a case read in all: 8 calls of one token with top 8."""
@@ -43,11 +43,11 @@ class Batch:
     """Router logits ``(T, E)``."""
     call: MoECall
     output: Any = 0.0
-    """Sum over the ranks, float32 ``(T, H)``."""
+    """Output summed over the ranks, float32 ``(T, H)``."""
     families: set[str] = field(default_factory=set)
-    """Families that served it on any rank."""
+    """Families that served the call on at least one rank."""
     rounding: float = 0.0
-    """Error that the kernel expects of itself."""
+    """Error that rounding explains (``Kernel.rounding``)."""
     references: list[torch.Tensor] = field(default_factory=list)
     """Outputs of the reference, and of the unquantized model."""
 
@@ -85,7 +85,7 @@ def draw(checkpoint: Checkpoint, layer: MoELayer, cases: Sequence[Case], seed: i
 def draw_activations(tokens: int, hidden_size: int, largest: float, outliers: float, generator: torch.Generator) -> torch.Tensor:
     """Draw bf16 activations ``(tokens, hidden_size)`` with a few outlier channels, as in real models.
 
-    The largest value is 0.97 times ``largest``, the calibrated one. ``outliers`` above 1 scales the outlier channels beyond it.
+    The largest value is 0.97 times ``largest``, the calibrated maximum. ``outliers`` above 1 scales outlier channels beyond it.
     """
     x = torch.randn(tokens, hidden_size, generator=generator)
     channels = torch.randperm(hidden_size, generator=generator)[: -(-hidden_size // OUTLIER_CHANNELS)]
@@ -101,7 +101,7 @@ def _router_logits(
 ) -> torch.Tensor:
     """Draw router logits ``(tokens, num_experts)`` that choose experts of ``pool`` only.
 
-    ``turns`` of each token's experts come in turn, from entry ``first`` on, the others at random.
+    ``turns`` experts of each token cycle through ``pool`` from entry ``first`` on. The others are random.
     """
     logits = torch.full((tokens, layer.num_experts), -100.0)
     inside = torch.randn(tokens, len(pool), generator=generator)

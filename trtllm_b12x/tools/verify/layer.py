@@ -1,4 +1,4 @@
-"""Verify one layer: load it as the host does, run it, compare its numbers and its bytes."""
+"""Verify one layer: load it as TensorRT-LLM does, run it, compare its numbers and its bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .reference import Arithmetic, ReferenceDequantizer
 from .report import BytesReport, CaseReport, LayerReport
 
 _SEVERAL = 8
-"""Tokens of a call from which the cost of quantization is measured: 0.13 to 0.2. For a single token 0.6 was seen."""
+"""Fewest tokens of a call from which the cost of quantization is measured: 0.13 to 0.2. A single token has cost 0.6."""
 
 _ARITHMETICS = (Arithmetic.NONE, Arithmetic.UNQUANTIZED, Arithmetic.KERNEL)
 """Rounding points that every call is computed with."""
@@ -77,9 +77,9 @@ def verify_layer(
 
 
 def resolve_on_ranks(checkpoint: Checkpoint, layer: MoELayer, ranks: Ranks, device: str = "cpu") -> Resolution:
-    """Return which families serve the layer on every rank, as far as the checkpoint tells, and why others do not.
+    """Return which families serve the layer on every rank, judged from the checkpoint, and why others do not.
 
-    A layer that the reference cannot compute is not served here.
+    Refuse a layer that the reference cannot compute.
     """
     shape = replace(layer.shape, unequal_scales=checkpoint.unequal_scales(layer))
     verdict = resolve((shape, ranks.deployment), candidate_kernels(device, layer.quant_algo))
@@ -96,7 +96,7 @@ def resolve_on_ranks(checkpoint: Checkpoint, layer: MoELayer, ranks: Ranks, devi
 
 
 class _Run:
-    """The calls of one layer: run them on one rank after the other, then compare."""
+    """Calls of one layer, run on one rank after the other and then compared."""
 
     bounds = Tolerances()
 
@@ -118,7 +118,7 @@ class _Run:
         features = {name: kernel.features for name, kernel in candidate_kernels(device, layer.quant_algo).items()}
         self.arithmetics = {name: Arithmetic[feature.arithmetic] for name, feature in features.items()}
         eligible = [features[name] for name in families]
-        # The token counts that kernels should serve.
+        # Kernels should serve the token counts from first to limit - 1.
         self.first = min(f.measured_from or 1 for f in eligible)
         self.limit = EVERY if any(f.every_count for f in eligible) else default_crossover(layer.top_k, eligible)
         if any(f.measured_from for f in eligible):
@@ -147,7 +147,7 @@ class _Run:
             if schedule.limited and schedule.below < self.limit:
                 self.limit = schedule.below
                 report.notes.append(f"{'+'.join(kernels)} serves fewer than {self.limit} tokens: {schedule.limited}")
-            # A count that the schedule leaves out below its end is meant for CUTLASS.
+            # CUTLASS is meant to serve a count below the schedule's end that has no kernel.
             served = {tokens: schedule.at(tokens) is not None or tokens >= schedule.below for tokens in self.counts}
             self.batches = [batch for batch in self.batches if batch.case.tokens < self.limit and served[batch.case.tokens]]
             for batch in self.batches:
@@ -166,10 +166,10 @@ class _Run:
             report.failures.append("payload or block scales exist twice")
 
     def _load(self, ranks: Ranks, rank: int) -> Any:
-        """Build the layer as the host does with ``moe_backend: CUTLASS``, and load it."""
+        """Build the layer as TensorRT-LLM does with ``moe_backend: CUTLASS``, and load it."""
         layer = self.layer
         promote.install()
-        # As TensorRT-LLM's models pass them: alpha 1 and beta 0 are left out.
+        # TensorRT-LLM's models leave out alpha 1 and beta 0, too.
         swiglu = zip(("alpha", "beta", "limit"), layer.swiglu or (), (1.0, 0.0, None), strict=False)
         constants = {name: value for name, value, usual in swiglu if value != usual}
         with torch.device(self.device):
@@ -179,7 +179,7 @@ class _Run:
         return module
 
     def compare(self, original: Checkpoint | None) -> None:
-        """Report the error of every case, and what is beyond its bound."""
+        """Report the error of every case, and every error beyond its bound."""
         layer, report, bounds = self.layer, self.report, self.bounds
         experts = sorted(_experts(self.batches))
         dequantizer = reference.reference_for(self.weights, layer.num_experts, layer.gated, layer.quant_algo)
@@ -192,7 +192,7 @@ class _Run:
         for case in dict.fromkeys(batch.case for batch in self.batches):
             report.cases.append(self._compare_case(case, [batch for batch in self.batches if batch.case == case]))
         calibrated = [batch for batch in self.batches if batch.case.outliers <= 1]
-        # The largest activation of a call is the calibrated one, so a single token is a large one and saturates FC2's input.
+        # The largest activation of a call is the calibrated maximum, so a single token is large and saturates FC2's input.
         several = [batch for batch in calibrated if batch.case.tokens >= _SEVERAL] or calibrated
         if not several:
             return
@@ -220,7 +220,7 @@ class _Run:
             batch.references += references
 
     def _measure_cutlass(self) -> None:
-        """Report how far CUTLASS is from float32 where gate and up have different scales: it takes the larger for both."""
+        """Report CUTLASS's error against float32 if gate and up have different scales: CUTLASS uses the larger for both."""
         report, larger = self.report, dict[str, torch.Tensor]()
         for expert in range(self.layer.num_experts):
             names = [f"{expert}.{half}.weight_scale_2" for half in ("w1", "w3")]
@@ -251,7 +251,7 @@ class _Run:
             rounding=max(batch.rounding for batch in batches),
             original_error=relative_l2(output, references[-1]) if len(references) > len(_ARITHMETICS) else None,
         )
-        quantizes = arithmetic is not Arithmetic.UNQUANTIZED  # else the reference that quantizes says nothing
+        quantizes = arithmetic is not Arithmetic.UNQUANTIZED  # if not, the quantizing reference sets no bound
         report.bound = max(self.bounds.kernel if quantizes else self.bounds.unquantized, report.rounding)
         if exact is not None and exceeds(output, exact, report.bound):
             report.failures.append(f"rel_l2_kernel {report.rel_l2_kernel:.4g} > {report.bound:g}")
@@ -264,7 +264,7 @@ class _Run:
         return report
 
     def _original_weights(self, dequantizer: ReferenceDequantizer, original: Checkpoint) -> LayerWeights:
-        """Return the original's weights. Report every matrix that differs from them."""
+        """Return the original model's weights. Report every matrix that differs from its original."""
         layer, report, bound = self.layer, self.report, self.bounds.weight
         match = next((other for other in original.layers if _same_layer(other, layer)), None)
         if match is None:
@@ -368,9 +368,9 @@ def bits_exact(backend: Any, weights: LayerWeights, layer: MoELayer) -> bool:
 
 
 def _part(backend: Any, layer: MoELayer) -> tuple[int, int]:
-    """Return the first and the last of the layer's intermediate columns that this rank holds.
+    """Return first and end of the layer's intermediate columns that this rank holds.
 
-    Most methods cut the layer's size for tensor parallelism and pad each part, MXFP4's pads the whole and cuts that.
+    Most methods split the size over tensor-parallel ranks and pad each part. MXFP4's method pads the whole, then splits.
     """
     from trtllm_b12x.engines.trtllm.quantization import PaddedMethod
 
@@ -382,7 +382,7 @@ def _part(backend: Any, layer: MoELayer) -> tuple[int, int]:
 
 
 def wrong_scalars(backend: Any, weights: LayerWeights, layer: MoELayer) -> list[str]:
-    """Return the names of the kernel's per-expert scales that differ from the checkpoint's for any expert."""
+    """Return the names of the kernel's per-expert scales that differ from the checkpoint's for at least one expert."""
     dequantizer = reference.reference_for(weights, layer.num_experts, layer.gated, layer.quant_algo)
     expected = dequantizer.scalars(backend.initial_local_expert_ids)
     actual = {name: tensor.double().cpu() for name, tensor in backend.kernel.weights.tensors().items() if name in expected}

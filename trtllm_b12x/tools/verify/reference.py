@@ -1,6 +1,6 @@
 """Compute an MoE layer in float32 from the checkpoint's own tensors, as the reference that kernels are compared with.
 
-It shares no code with the package's kernels, host or formats. ``reference_formats.py`` decodes each format from its definition.
+It shares no code with the package's kernels, formats or engines. ``reference_formats.py`` decodes each format by definition.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def outputs(
         matrices = {name: dequantizer.matrix(expert, name).to(device) for name in names}
         biases = {name: _on(device, dequantizer.bias(expert, name)) for name in names}
         router_weight = router_weights[token, slot].unsqueeze(1)
-        # One product for all arithmetics, so that each matrix is read from memory once.
+        # One product serves all arithmetics, so that each matrix is read from memory once.
         rows = torch.cat([values[token] for values in inputs])
         fc1 = [(rows @ matrices[name].T + biases[name]).chunk(len(rounded)) for name in names[:-1]]
         inner = []

@@ -27,23 +27,23 @@ class Arithmetic(Enum):
     """Rounding points of the reference."""
 
     NONE = "none"
-    """float32 throughout. Activations are quantized where the format prescribes it, scales by division."""
+    """Compute in float32 throughout. Quantize activations where the format prescribes it, and compute scales by division."""
 
     KERNEL = "kernel"
     """The rounding points that all b12x kernels share (FlashInfer 0.7.2.post1, below ``flashinfer/``):
 
-    * scalars as the host stores them: input scales as float32 reciprocals (``NVFP4FusedMoEMethod.load_quant_scales``);
+    * scalars as TensorRT-LLM stores them: input scales as float32 reciprocals (``NVFP4FusedMoEMethod.load_quant_scales``);
     * block scales and values by reciprocals for SwiGLU (``cute_dsl/fp4_common.py:2655-2674``), by divisions for ReLU2
       (``:2629-2651``);
     * the activation's result in bf16 before it is quantized (``moe_static_kernel.py:2260``, ``moe_micro_kernel.py:1943``,
       ``_moe_dynamic/generic.py:2224``, ``moe_direct_micro_kernel.py:4470``), and the output in bf16.
 
-    The kernels round and add FC2's partial sums in different ways. That difference is left to the tolerance."""
+    The kernels round and add FC2's partial sums in different ways. The tolerance covers that difference."""
 
     CUTLASS = "cutlass"
     """The rounding points of TensorRT-LLM's CUTLASS path (``cpp/tensorrt_llm/kernels/quantization.cuh``,
-    ``cvt_warp_fp16_to_fp4``; ``kernels/cutlass_kernels/moe_gemm/moe_kernels.cu``): scalars as the host stores them, block scales
-    and values by reciprocals; FC1, the activation and FC2 each in bf16; the sum over routes in float32, the output in bf16."""
+    ``cvt_warp_fp16_to_fp4``; ``kernels/cutlass_kernels/moe_gemm/moe_kernels.cu``): scalars as TensorRT-LLM stores them, block
+    scales and values by reciprocals; FC1, the activation and FC2 each in bf16; the route sum in float32, the output in bf16."""
 
     UNQUANTIZED = "unquantized"
     """The format's weights with float32 activations, to measure what quantizing activations costs."""
@@ -68,7 +68,7 @@ class ReferenceDequantizer:
         return self.weights[f"{expert}.{name}.weight"].float()
 
     def bias(self, expert: int, name: str) -> torch.Tensor | None:
-        """Return what is added to the product of a matrix, float32 ``(rows,)``, or None."""
+        """Return the bias of a matrix, float32 ``(rows,)``, or None."""
         tensor = self.weights.get(f"{expert}.{name}.bias")
         return None if tensor is None else tensor.float()
 
@@ -88,12 +88,12 @@ class ReferenceDequantizer:
         return 1.0
 
     def move_off_ties(self, x: torch.Tensor) -> torch.Tensor:
-        """Move values of ``x (n, K)`` that two correct implementations may round differently, by one bf16 step."""
+        """Move by one bf16 step the values of ``x (n, K)`` that two correct implementations may round differently."""
         return x
 
 
 class _NVFP4(ReferenceDequantizer):
-    """E2M1 codes, an E4M3 scale for each 16 of them, and a float32 scale for each matrix and each input."""
+    """E2M1 codes, an E4M3 scale per 16 codes, and a float32 scale per matrix and per input."""
 
     quantized = True
 
@@ -136,13 +136,13 @@ class _NVFP4(ReferenceDequantizer):
 
     @functools.cached_property
     def _input_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """FC1's and FC2's input scale, float32: the largest of all experts', so that each token is quantized once."""
+        """Input scales of FC1 and FC2, float32: the maximum over all experts, so that each token is quantized once."""
         largest = {name: self._numbers(name, "input_scale", range(self.num_experts)).max().float() for name in self.names}
         return torch.stack([largest[name] for name in self.names[:-1]]).max(), largest["w2"]
 
 
 class _W4A16NVFP4(_NVFP4):
-    """NVFP4 for weights alone. Input scales, which a checkpoint may lack, cancel and have no effect on a result."""
+    """NVFP4 only for weights. Input scales, which a checkpoint may lack, cancel and have no effect on a result."""
 
     quantized = False
 
@@ -158,15 +158,15 @@ class _W4A16NVFP4(_NVFP4):
 
 
 class _MXFP4(ReferenceDequantizer):
-    """E2M1 codes and a power of two for each 32 of them (OCP Microscaling Formats 1.0). Checkpoints prescribe weights alone:
-    that TensorRT-LLM's CUTLASS quantizes activations to MXFP8 is its own choice."""
+    """E2M1 codes and a power of two per 32 codes (OCP Microscaling Formats 1.0). Checkpoints prescribe only weights.
+    TensorRT-LLM's CUTLASS also quantizes activations, to MXFP8, by its own choice."""
 
     def matrix(self, expert: int, name: str) -> torch.Tensor:
         return _scaled(decode_fp4(self.weights[f"{expert}.{name}.weight"]), self.weights[f"{expert}.{name}.weight_scale"])
 
 
 class _MXFP8(ReferenceDequantizer):
-    """E4M3 elements and a power of two for each 32 of them (OCP Microscaling Formats 1.0)."""
+    """E4M3 elements and a power of two per 32 elements (OCP Microscaling Formats 1.0)."""
 
     quantized = True
 
@@ -220,7 +220,7 @@ def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def fake_quantize_nvfp4(values: torch.Tensor, global_scale: torch.Tensor, arithmetic: Arithmetic, gated: bool) -> torch.Tensor:
-    """Quantize float32 ``(n, K)`` to NVFP4 and back. ``global_scale`` divides: a block's largest value is at most 2688 of it."""
+    """Quantize float32 ``(n, K)`` to NVFP4 and back. ``global_scale`` divides the values, which reach 2688 times that scale."""
     blocks = values.view(values.shape[0], -1, 16)
     amax = blocks.abs().max(dim=-1, keepdim=True).values
     inverse_global = global_scale.reciprocal()
@@ -243,8 +243,8 @@ def fake_quantize_nvfp4(values: torch.Tensor, global_scale: torch.Tensor, arithm
 def fake_quantize_mxfp8(values: torch.Tensor) -> torch.Tensor:
     """Quantize float32 ``(n, K)`` to MXFP8 and back.
 
-    The block's power of two is that of its largest magnitude (6.3 of the specification): values up to 512 times it occur, and
-    saturate at 448.
+    The block's scale follows from its largest magnitude's power of two (6.3 of the specification). Values up to 512 times the
+    scale occur, and saturate at 448.
     """
     blocks = values.double().unflatten(-1, (-1, _MX_BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -255,7 +255,7 @@ def fake_quantize_mxfp8(values: torch.Tensor) -> torch.Tensor:
 
 
 def _step(values: torch.Tensor, number: _Number) -> torch.Tensor:
-    """Return the distance of neighboring numbers around ``values``, float64."""
+    """Return the distance between neighboring numbers around ``values``, float64."""
     _, exponent = torch.frexp(values.double())
     return torch.exp2((exponent - number.bits).clamp(min=number.least).double())
 
@@ -268,10 +268,10 @@ def _nearest(values: torch.Tensor, number: _Number) -> torch.Tensor:
 
 
 def move_off_ties(x: torch.Tensor, global_scale: float) -> torch.Tensor:
-    """Move bf16 values of ``x (n, K)`` that sit on a rounding tie of their NVFP4 form by one bf16 step.
+    """Move by one bf16 step the bf16 values of ``x (n, K)`` that sit on a rounding tie of NVFP4.
 
     Activations and the calibrated amax (``6 * 448 * global_scale``) are both bf16, so exact ties of block scales and codes are
-    common. There two correct implementations may round differently: one uses reciprocals, the other divisions.
+    common. Two correct implementations may round ties differently: one uses reciprocals, the other divisions.
     """
     blocks = x.view(x.shape[0], -1, 16)
     amax = blocks.abs().amax(-1, keepdim=True)

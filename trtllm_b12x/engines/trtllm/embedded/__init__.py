@@ -1,8 +1,8 @@
 """Emulate TensorRT-LLM on machines without it: its MoE classes, call sequences and layouts in torch.
 
-The same code that runs inside TensorRT-LLM can thus be run, verified and debugged anywhere. Covered: a CUTLASS layer in NVFP4,
-W4A16_NVFP4, MXFP4 or unquantized on its ranks, which return partial sums. Not covered: communication between ranks, chunks of
-long calls, load balancing and LoRA.
+The same code that runs inside TensorRT-LLM can thus be run, verified and debugged anywhere. This package emulates a CUTLASS
+layer in NVFP4, W4A16_NVFP4, MXFP4 or unquantized on its ranks, which return partial sums. It does not emulate communication
+between ranks, chunks of long calls, load balancing and LoRA.
 """
 
 from . import create_moe, quantization

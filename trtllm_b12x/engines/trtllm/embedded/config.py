@@ -1,4 +1,4 @@
-"""Define the configuration records of the embedded host, under their TensorRT-LLM names.
+"""Define the configuration records of the embedded TensorRT-LLM, under their original names.
 
 Sources (names and defaults): ``tensorrt_llm/quantization/mode.py``, ``models/modeling_utils.py``, ``mapping.py``,
 ``_torch/model_config.py`` and ``_torch/utils.py`` of TensorRT-LLM 1.2. Only fields that an MoE layer reads are included.

@@ -1,7 +1,7 @@
 """Emulate ``get_moe_cls``, ``create_moe_backend``, ``create_moe`` and ``ConfigurableMoE``, the wrapper that a model holds.
 
-Routing and the calls into the backend follow ``fused_moe/configurable_moe.py``, the exact-class tests
-``fused_moe/create_moe.py``. One module holds all of them, so that a rebound name is seen everywhere.
+Routing and the calls into the backend follow ``fused_moe/configurable_moe.py``, the exact-class tests follow
+``fused_moe/create_moe.py``. One module holds all four names, so that rebinding a name takes effect everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ConfigurableMoE(MoE):
         self.model_config = model_config
         self.apply_router_weight_on_input = apply_router_weight_on_input
 
-        # Both functions are looked up as module attributes, as in the host, so that a rebound name takes effect.
+        # Both functions are looked up as module attributes, as in TensorRT-LLM, so that a rebound name takes effect.
         moe_cls = get_moe_cls(model_config, override_quant_config=override_quant_config)
         skip = model_config.skip_create_weights_in_init
         model_config.skip_create_weights_in_init = True
@@ -76,7 +76,7 @@ class ConfigurableMoE(MoE):
             x, scales = x * token_final_scales.to(x.dtype), None
         x, x_sf = self.backend.quantize_input(x, post_quant_comm=False)
         arguments: dict[str, Any] = {}
-        # Exact comparison, as in the host: a plain subclass gets no arguments.
+        # The comparison is exact, as in TensorRT-LLM: a plain subclass gets no arguments.
         if self.backend.__class__ == CutlassFusedMoE:
             arguments = {"is_sf_swizzled": True, "output_dtype": output_dtype, "enable_alltoall": False, "moe_output": None}
         output: torch.Tensor = self.backend.run_moe(

@@ -50,7 +50,7 @@ class CutlassFusedMoE(MoE):
         self._weights_created = True
 
     def load_weights(self, weights: list[Any], allow_partial_loading: bool = False) -> None:
-        """Load weights from a list with one mapping, with keys ``"{expert}.w1.weight"`` and so on."""
+        """Load weights from a list with one mapping, whose keys are ``"{expert}.w1.weight"`` and so on."""
         assert self._weights_created
         assert len(weights) == 1
         if allow_partial_loading and self.quant_algo is not None:
@@ -71,7 +71,7 @@ class CutlassFusedMoE(MoE):
             assert isinstance(x, torch.Tensor)
             x, x_sf = ops.mxfp8_quantize(x, not post_quant_comm, alignment=self.quant_method.weight_alignment)
             return x, x_sf.view(x.shape[0], -1) if post_quant_comm else x_sf
-        # W4A16_NVFP4 counts as NVFP4 there too, but for the method.
+        # TensorRT-LLM also treats W4A16_NVFP4 as NVFP4, except for its method.
         if self.quant_algo not in (QuantAlgo.NVFP4, QuantAlgo.W4A16_NVFP4) or self._is_w4a16:
             return x, None
         if isinstance(x, Fp4QuantizedTensor):
@@ -103,7 +103,7 @@ class CutlassFusedMoE(MoE):
         if isinstance(x, Fp4QuantizedTensor):
             x, x_sf, is_sf_swizzled = x.fp4_tensor, x.scaling_factor, x.is_sf_swizzled
         if output_dtype is None:
-            output_dtype = x.dtype  # as the real op infers it; fails for quantized input, as there
+            output_dtype = x.dtype  # like the real op, which also fails for quantized input
         if output_dtype is torch.uint8:
             raise RuntimeError("Invalid output type Byte: pass output_dtype when x is quantized")
         weights, quant_scales = (self.w3_w1_weight, self.w2_weight), self.quant_scales

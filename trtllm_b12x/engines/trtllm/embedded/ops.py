@@ -26,7 +26,7 @@ def fp4_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize activations ``[T, H]``, H a multiple of 16, to NVFP4. ``global_scale`` is one float32, 448 * 6 / amax.
 
-    Return FP4 bytes ``[T, H/2]`` (uint8) and a flat uint8 tensor of E4M3 block scales: ``T * H/16`` of them row by row, or
+    Return FP4 bytes ``[T, H/2]`` (uint8) and flat E4M3 block scales (uint8): ``T * H/16`` row by row, or
     padded to 128 rows and 4 columns in the 128x4 layout.
     """
     blocks = x.float().unflatten(-1, (-1, BLOCK_SIZE))
@@ -95,7 +95,7 @@ def fused_moe(
     """Run the CUTLASS grouped GEMM path: NVFP4 (six ``quant_scales``), MXFP4 with MXFP8 activations (four) or unquantized (none).
 
     Gate and up are split at half of FC1's rows, whatever those rows hold (``moeOp.cpp``): padding below ``[w3; w1]`` moves the
-    split. Rounds to bf16 after each GEMM and after the activation. Sums the routes in float32, as the unfused finalize does.
+    split. Round to bf16 after each GEMM and after the activation. Sum the routes in float32, as the unfused finalize does.
     Return ``[T, unpadded_hidden_size]`` in ``output_dtype``, ``out_tensor`` itself if passed. Raise ValueError if shapes do not
     match, in the cases that the C++ op checks.
 
@@ -104,10 +104,10 @@ def fused_moe(
             (flat or ``[T, H/32]``); unquantized: ``[T, H]``.
         token_selected_experts: ``[T, k]`` integers, global ids; ids of other ranks and out of range are skipped.
         token_final_scales: ``[T, k]`` float32, or None for ones.
-        fc1_expert_weights: FP4 ``[E, R, H/16]`` int64, unquantized ``[E, R, H]``; rows ``[w3; w1]``, or w1 alone.
+        fc1_expert_weights: FP4 ``[E, R, H/16]`` int64, unquantized ``[E, R, H]``; rows ``[w3; w1]``, or only w1.
         fc2_expert_weights: FP4 ``[E, H, I/16]`` int64, unquantized ``[E, H, I]``.
-        swiglu_alpha, swiglu_beta, swiglu_limit: ``[E]`` float32; with any of them the activation is SwigluBias.
-        fc1_expert_biases, fc2_expert_biases: ``[E, R]`` and ``[E, H]``; the second counts on ``tp_rank`` 0 alone, as in
+        swiglu_alpha, swiglu_beta, swiglu_limit: ``[E]`` float32; if one is set, the activation is SwigluBias.
+        fc1_expert_biases, fc2_expert_biases: ``[E, R]`` and ``[E, H]``; only ``tp_rank`` 0 adds the second, as in
             ``finalizeMoeRoutingKernelLauncher``.
     """
     nvfp4 = len(quant_scales) == 6

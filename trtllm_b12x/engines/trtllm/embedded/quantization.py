@@ -1,7 +1,7 @@
 """Create and load weights as ``fused_moe/quantization.py`` of TensorRT-LLM does for CUTLASS.
 
-Hook names, their order, shapes and dtypes follow 1.2 and 1.3, with the row padding of 1.3 and, for ReLU2, the w1-only form of
-later versions.
+Hook names, their order, shapes and dtypes follow 1.2 and 1.3, with the row padding of 1.3 and, for ReLU2, the w1-only variant
+of later versions.
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
 
 
 class MXFP8CutlassFusedMoEMethod(FusedMoEMethodBase):
-    """Base of our MXFP8 method. Hosts create such parameters for SM100 and SM103 alone."""
+    """Base of our MXFP8 method. TensorRT-LLM creates such parameters only for SM100 and SM103."""
 
 
 class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
     """Method for FP4 codes, 128x4-interleaved block scales, reciprocal input scales and alphas.
 
-    Shapes and dtypes are those of ``NVFP4Sm12xFusedMoEMethod`` with T = round_up(r * I, 128) / r: rows [w3; w1], then zero rows
-    at the bottom, and zero columns at the end of w2. ``fcX_input_scale`` is 1 / max of ``input_scale`` over all experts of the
+    Shapes and dtypes are those of ``NVFP4Sm12xFusedMoEMethod`` with T = round_up(r * I, 128) / r. Zero rows follow the rows
+    [w3; w1], and zero columns end w2. ``fcX_input_scale`` is 1 / max of ``input_scale`` over all experts of the
     model, ``fcX_alpha`` is ``weight_scale_2 / fcX_input_scale``.
     """
 
@@ -156,7 +156,7 @@ class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
         halves = ("w1", "w3") if module.is_gated_activation else ("w1",)
         every = range(module.num_experts)
         if "0.w2.input_scale" in weights:  # without input scales the parameters stay 1, as in 2026's versions
-            # Over all experts, not only the local ones: every rank must quantize the same tokens identically.
+            # Read the scales of all experts, because every rank must quantize the same tokens identically.
             fc31 = torch.stack([weights[f"{e}.{w}.input_scale"].reshape(()) for e in every for w in halves])
             pairs = fc31.view(-1, len(halves))
             assert torch.allclose(pairs, pairs[:, :1]), "w1_input_scale != w3_input_scale"
@@ -176,7 +176,7 @@ class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
             alpha2[slot].copy_(1.0 / (module.fc2_input_scale.data * (1.0 / scale_2)))
 
     def setup_quant_scales(self, module: Any) -> None:
-        # In the order of ``ops.fused_moe``: input scale, block scales and alpha of FC1, then those of FC2.
+        # ``ops.fused_moe`` takes this order: input scale, block scales and alpha of FC1, then those of FC2.
         fc1 = module.fc31_input_scale, module.w3_w1_weight_scale, module.fc31_alpha
         module.quant_scales = (*fc1, module.fc2_input_scale, module.w2_weight_scale, module.fc2_alpha)
 
@@ -198,15 +198,15 @@ class NVFP4CutlassFusedMoEMethod(FusedMoEMethodBase):
 
 
 class W4A16NVFP4CutlassFusedMoEMethod(NVFP4CutlassFusedMoEMethod):
-    """Method for NVFP4 weights with 16-bit activations: block scales in rows, experts dequantized at every call."""
+    """Method for NVFP4 weights with row-major block scales and 16-bit activations. Every call dequantizes the experts."""
 
     def _order_scales(self, block_scales: torch.Tensor) -> None:
-        """Leave them in rows."""
+        """Leave the scales row-major."""
 
     def dequant_active_experts_to_hp(
         self, module: Any, token_selected_experts: torch.Tensor, out_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write every expert, ``(E, rows, K)``. TensorRT-LLM writes those that have tokens (``triton_dequant_nvfp4.py``)."""
+        """Write every expert, ``(E, rows, K)``. TensorRT-LLM writes only experts with tokens (``triton_dequant_nvfp4.py``)."""
         found = []
         for name, fc in (("w3_w1", "fc31"), ("w2", "fc2")):
             codes, scales = (getattr(module, f"{name}_{kind}").data for kind in ("weight", "weight_scale"))
@@ -217,7 +217,7 @@ class W4A16NVFP4CutlassFusedMoEMethod(NVFP4CutlassFusedMoEMethod):
 
 
 class MXFP4Tensors:
-    """Parameters and load hooks of ``W4A8MXFP4MXFP8CutlassFusedMoEMethod``, before the ``FusedMoEMethodBase`` of any generation.
+    """Mixin with the parameters and load hooks of ``W4A8MXFP4MXFP8CutlassFusedMoEMethod``, for any ``FusedMoEMethodBase``.
 
     Shapes and dtypes are those of ``MXFP4Sm12xFusedMoEMethod``. Rows and columns are padded before they are cut for tensor
     parallelism (1.2, file 287529276; commit 02320c35).
