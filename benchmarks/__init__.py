@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks of speed and memory. They are not tests."""
 
 from __future__ import annotations

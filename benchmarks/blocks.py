@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of pages, between begin and end lines, that are generated from result files and from the code.
 
 ``python -m benchmarks.results`` writes the blocks; a test compares them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure a decode call's host time around its kernel, here and in another checkout in turn, for :mod:`benchmarks.overhead`.
 
 In both checkouts the kernel is a function that returns its output argument, so only the package's work for a call remains. Each

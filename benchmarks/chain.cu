@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an engine runs ahead of a layer's experts, for benchmarks.chain: RMSNorm, router product, top-k. Each begins
 // before the launch ahead of it has ended, and waits for that itself, as the layer's launch does.
 #include "ptx.cuh"

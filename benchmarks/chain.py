@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time what an engine runs for a MoE layer of a decode step: RMSNorm, router product, top-k, experts.
 
 The one-launch kernel (``cuda``) takes router logits, so its chain does not need top-k. Both chains run in turn, in captured

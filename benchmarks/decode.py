@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what our driver of FlashInfer's kernels costs besides the kernels: host time and scratch memory.
 
 ``python -m benchmarks.decode OUT`` on a Hopper GPU, where the SM120 kernels run translated (docs/sm12x-on-hopper.md), writes

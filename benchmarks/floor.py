@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roofline of one decode step: the bytes that it must read over the card's bandwidth. It fills the blocks of docs/floor.md.
 
 A step reads each weight once for every batch size, and of the experts only those that some token goes to. Activations, launches,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoE layers that are measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables for the pages that benchmarks write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables in README.md and docs/models.md of the known models that the package serves, by the rules of ``decision``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what the package costs a process that starts, and a process that imports it: ``make bench``.
 
 ``--baseline COMMIT``, or ``--against FOLDER``, compares only the host time of a decode call with another checkout, in one run.

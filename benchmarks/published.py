@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures that others published for whole models on SM12x cards, to compare with a roofline or with a new run.
 
 No figure was measured with this package.

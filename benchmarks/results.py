@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write docs/results.md and the blocks of other pages: ``python -m benchmarks.results``.
 
 Every number comes from a file that a run wrote. The page lists missing files. ``--take FILE ...`` first copies files that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time a layer's start in vLLM (choice, load and first call) without the package, and its first and second start with it.
 
 ``python -m benchmarks.starts OUT`` writes OUT.json, one row per format and start, each from its own process. The caches are empty

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the CPU seconds to compile all kernels ahead of time, and the CPU seconds of a server's plans afterwards.
 
 ``python -m benchmarks.warmup OUT [CARD ...]`` writes OUT.json for Qwen3-30B-A3B on cards of the list, without a GPU. One process

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch allocates on one thread, as a memory pool of ``torch.cuda.use_mem_pool`` does; and what is left of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints in ModelOpt's format, written without ModelOpt: any shape, in milliseconds.  Real exports: integration.exports."""
 
 from __future__ import annotations

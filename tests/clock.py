@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for a GPU's clock: every path is called, and the times are a function's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communicate between ranks with ``torch.distributed``: all-reduce, and the gather for attention-DP.
 
 Source: ``fused_moe/communication/allgather_reducescatter.py``. The tokens of all ranks are gathered in rank order. Every rank

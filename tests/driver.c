@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A libcuda.so.1 without a GPU: takes what Triton's launchers give it, and keeps what was launched. */
 
 #include <string.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The facts of a machine where nothing stands against b12x."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every function of the package, and one of them at a time made to raise when it is called.
 
 A function is replaced by its code object, so that it raises however it was bound: as a method, in a closure, in a table.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions called in processes of their own, forked from an interpreter that has imported what takes long.
 
 ``python -m tests.forks MODULE ...`` imports the modules, then forks a child for each request it reads.

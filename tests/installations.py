@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs and installed packages made for a test."""
 
 from __future__ import annotations

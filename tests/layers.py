@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoE layers as the host builds them, loaded from the tensors of :mod:`tests.checkpoints`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for ``tensorrt_llm`` and ``vllm``: what ``benchmarks/on_card/answers.py`` calls of them, without a model.
 
 Names, defaults and refusals as TensorRT-LLM has them: ``sampling_params.py`` (a98a9061), ``executor/result.py`` (a678b91a),

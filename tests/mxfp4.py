@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP4 experts without an exporter, as checkpoints have them, and the layer in float32 with unquantized activations."""
 
 from __future__ import annotations

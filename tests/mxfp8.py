@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP8 experts without ModelOpt: any size, in milliseconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random experts of four-bit codes (NVFP4, W4A16_NVFP4, MXFP4) in any layout, and the layer in float32 on 16-bit activations.
 
 Every activation, bias and padding that a kernel may be given; :mod:`trtllm_b12x.tools.verify.reference` has the checkpoint's

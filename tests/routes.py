@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small rows of router logits, and the routes that the operators of both engines make of them on CUDA."""
 
 from __future__ import annotations

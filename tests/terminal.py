@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pseudo-terminal: run a command as a user does, and render what the screen shows in the end."""
 
 from __future__ import annotations

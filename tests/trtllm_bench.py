@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in for ``trtllm-bench``: its options, what it reads, and what it writes, without a model.
 
 As TensorRT-LLM has them: ``bench/benchmark/throughput.py`` (56851033), ``bench/utils/data.py`` (04276b44), the form of

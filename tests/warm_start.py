@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server's plans on a card that is not here, in processes without compilers and with.
 
 The driver is ``tests/driver.c``; Triton's launchers and FlashInfer's loader are their own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fast decode of quantized mixture-of-experts layers in TensorRT-LLM's CUTLASS backend, on SM120 and SM121."""
 
 TYPE_CHECKING = False  # every Python process imports this module, so it does not import typing
@@ -24,7 +25,7 @@ def explain(model_config: object, override_quant_config: object = None) -> "Reso
 
     quantization = describe.quantization_of(model_config, override_quant_config)
     if quantization is None:
-        raise TypeError(f"{type(model_config).__name__} is no ModelConfig of the host: it has no quant_config")
+        raise TypeError(f"{type(model_config).__name__} is not a ModelConfig: it has no quant_config")
     return machine.resolve(describe.from_config(model_config, quantization))
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start the command line. Ctrl-C and every locale are handled before a large module is imported."""
 
 import errno

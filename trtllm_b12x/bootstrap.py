@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start the plugin in a process that imports TensorRT-LLM: wait for its MoE package, then rebind names of the package.
 
 TensorRT-LLM builds the model in spawned MPI or Ray workers, which run no user code. ``trtllm_b12x.pth`` reaches them. It reads

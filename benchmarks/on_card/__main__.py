@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.on_card OUT``: measure, then write OUT/report.html, report.md, report.json and plots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask a model fixed prompts by greedy decoding: ``python answers.py REQUEST ANSWERS``, both JSON files.
 
 REQUEST has ``engine`` (``tensorrt-llm`` or ``vllm``), ``model`` (a folder or a Hugging Face name), ``options`` of its ``LLM``,

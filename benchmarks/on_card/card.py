@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.on_card.card``: print the card, its driver and clocks, and versions, as JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare a model with the package to the same model without it, in either engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare a model's greedy answers with and without the package: the first different token, and its margin."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run TensorRT-LLM with and without the package: ``trtllm-bench``, its command line and its report."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serve a model in vLLM: ``benchmarks.served`` with the package, without it, and on the backends that a user may name."""
 
 from __future__ import annotations

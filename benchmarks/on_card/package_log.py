@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read from an engine's log what the package serves."""
 
 from __future__ import annotations

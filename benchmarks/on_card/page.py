@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Render report.md as one HTML file, plots included, that needs no network and no other file."""
 
 from __future__ import annotations

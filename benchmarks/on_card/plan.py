@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps of a run, in order, in each engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """32 prompts of :mod:`benchmarks.on_card.greedy`: facts, code, arithmetic, languages, formats and a long prompt."""
 
 PROMPTS = (

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of ``trtllm-bench``: recipes of published figures, data sets and options.
 
 Sources in TensorRT-LLM: ``bench/benchmark/throughput.py`` (56851033 of 1.2, 000a01de), ``bench/dataclasses/configuration.py``

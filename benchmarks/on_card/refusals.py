@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find models that the package would not serve, before anything is measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write OUT/report.json, report.md, report.html and plots from what the steps wrote."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of a run: each step writes one file, runs once, and may fail without stopping the others."""
 
 from __future__ import annotations

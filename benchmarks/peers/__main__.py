@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time whole MoE layers on our kernels, beside other kernels for the same experts and the card's bandwidth.
 
 ``python -m benchmarks.peers OUT`` on a GPU of capability 8.0 or newer (8.9 for MXFP8) writes OUT.json, OUT.md and, with

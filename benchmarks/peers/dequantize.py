@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dequantize experts to bfloat16 at every call, then multiply, as TensorRT-LLM does for W4A16_NVFP4 under CUTLASS on SM12x.
 
 A Triton kernel writes the experts that the call routes to into memory for all experts, as ``triton_dequant_nvfp4.py`` of

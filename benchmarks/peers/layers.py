@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the inputs of every kernel, and time other makers' kernels.
 
 A captured graph cycles through layers with separate weights. Between two uses of a layer it reads four times the L2 cache, so no

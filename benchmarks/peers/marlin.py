@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's Marlin on NVFP4 and MXFP4 experts, W4A16: its libraries' operators, called as vLLM calls them for a whole layer.
 
 A call sorts routes and runs FC1, the activation, FC2 with the router weights, and the sum over routes. Sizes that Marlin's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers by the name of their lines in the JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our kernels on whole layers: time, bytes, host time and error of one call."""
 
 from __future__ import annotations

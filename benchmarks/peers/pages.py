@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Render the numbers in OUT.json as OUT.md, and as tables in reports of ``benchmarks.on_card``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the parts of vLLM that the peers need, and take them out of its wheel where vLLM is not installed.
 
 vLLM as a whole is never imported. Marlin is in its extension libraries, OpenAI's triton_kernels is a pure Python package below

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plot OUT.json, and reports of ``benchmarks.on_card``, as PNG if matplotlib is installed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI's triton_kernels on MXFP4 experts, W4A16, as vLLM calls it for gpt-oss.
 
 A call routes from logits (top-k, softmax, sorting), then runs FC1 with fused SwiGLU, and FC2 with the router weights and the
@@ -30,7 +31,7 @@ def lacks(geometry: Geometry, vllm: Path | None) -> str:
     if geometry.format not in ("NVFP4", "W4A16_NVFP4", "MXFP4") or geometry.activation not in ("Swiglu", "SwigluBias"):
         return f"this comparison has no {geometry.format} layer with {geometry.activation}"
     if geometry.top_k & (geometry.top_k - 1):  # its kernels call tl.arange(0, top_k), which needs a power of two
-        return f"its routing takes no top {geometry.top_k}"
+        return f"its routing does not support top {geometry.top_k}"
     if vllm is None:
         return parts.MISSING
     major, minor = torch.cuda.get_device_capability()

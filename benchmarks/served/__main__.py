@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.served OUT MODEL ...``: serve models with vLLM, with and without the package; write OUT/served.json."""
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def _refusal(plan: sides.Plan) -> str:
     if len({sides.Step(model, "", "", ()).name for model in plan.models}) < len(plan.models):
         return "two checkpoints have the same name: run them with an OUT of their own"
     if taken := set(plan.without_backends) & {sides.WITH, sides.WITHOUT, sides.FLOAT32}:
-        return f"--without-backend {taken.pop()} is no backend of vLLM; name one such as marlin"
+        return f"--without-backend {taken.pop()} is not a backend of vLLM; name one such as marlin"
     if plan.tokens < 8:
         return f"--tokens {plan.tokens} leaves no steps to measure; 8 or more do"
     return ""
@@ -208,7 +209,7 @@ def _unreadable(plan: sides.Plan) -> str:
         except Exception as error:
             return f"{model}: its configuration cannot be read ({first_line(error)}); check the name, or download it first"
         if not isinstance(vocabulary, int):
-            return f"{model}: its config.json has no vocab_size, so it is no language model"
+            return f"{model}: its config.json has no vocab_size, so it is not a language model"
     return ""
 
 

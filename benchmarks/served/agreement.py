@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare each side's outputs with float32: logits under forced tokens, and single layers of experts on equal inputs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine: ``python -m benchmarks.served.child JOB.json`` starts ``vllm.LLM`` and measures what the job names.
 
 The job's ``record`` is written after every measurement. Values in the record are not measured again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare logits, outputs of one layer, and greedy answers. The verdict says which side is nearer to float32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random weights of a whole model, drawn into vLLM's parameters before it packs them.
 
 Each parameter is drawn by a generator seeded with its name. So every backend, and every rank of a split model, gets the same
@@ -173,7 +174,7 @@ def _experts(layer: Any, name: str, shape: list[int], parts: dict[int, torch.Ten
         shape[2] = inner // values
         if name.startswith("w2") and parallel.tp_size > 1:
             if size % values:
-                raise LookupError(f"{size} columns of a rank are no whole blocks of {values}; split over fewer GPUs")
+                raise LookupError(f"{size} columns of a rank are not whole blocks of {values}; split over fewer GPUs")
             columns = size // values
             parts[2] = torch.arange(parallel.tp_rank * columns, (parallel.tp_rank + 1) * columns)
     return inner

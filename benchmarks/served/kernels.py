@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sort the kernels of a decode step by what they compute, from their names."""
 
 from __future__ import annotations

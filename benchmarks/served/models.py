@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that can be served: a checkpoint, or one of six configurations whose weights are random.
 
 A configuration is the ``config.json`` of a published checkpoint with the quantization of its export. ``drawn.py`` fills it.
@@ -232,7 +233,7 @@ def refusal(model: str) -> str:
         return "" if readable else f"{model} has no config.json that you may read; name the folder of a checkpoint"
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and not os.path.isabs(model):
         return ""
-    return f"{model} is no folder of a checkpoint and no Hugging Face name; with random weights there are {', '.join(DRAWN)}"
+    return f"{model} is neither a checkpoint folder nor a Hugging Face name; with random weights there are {', '.join(DRAWN)}"
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that vLLM's workers know, for processes that do not import vLLM."""
 
 DRAWN, CHECKPOINT = "served_drawn", "served_checkpoint"

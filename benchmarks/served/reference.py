@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model in float32, layer by layer, from the codes and scales that vLLM's loader has put into its parameters.
 
 Nothing is quantized again: activations stay in float32, even if a format prescribes 4 bits. The device holds one dense matrix

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build ``served.json`` from the engines' records, its plot, and its tables for pages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines of a run and their order. Each engine has its own process and its own caches."""
 
 from __future__ import annotations

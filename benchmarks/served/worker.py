@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code that runs in vLLM's workers: weight loaders, and methods that ``LLM.collective_rpc`` calls.
 
 vLLM imports this module in every worker, because ``worker_extension_cls`` names its class. The environment variable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time whole layers in vLLM's modular kernel: our experts beside its MarlinExperts, from the same checkpoint tensors.
 
 ``python -m benchmarks.vllm OUT`` writes ``OUT/vllm.json`` and prints a line for each token count. Graphs cycle through several

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the CUDA kernels on a CPU: their own source, compiled by g++, with one fiber for each CUDA thread.
 
 ``ptx.cuh`` replaces the file of the kernel that has all instructions. ``machine.cpp`` schedules the threads, and ``Order`` says

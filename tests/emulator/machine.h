@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GPU on one CPU core: blocks of fibers, one for each CUDA thread, and a scheduler that draws whose turn it is.
 // `ptx.cuh` is the kernel's view of it, `machine.cpp` the machine. Threads of a warp meet where a warp must be
 // together; elsewhere each runs on its own.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The functions of `kernels/cuda/ptx.cuh` and CUDA's builtins on a CPU.
 #pragma once
 #include "machine.h"

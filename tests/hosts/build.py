@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compose a double of one generation: ``python -m tests.hosts.build A FOLDER`` writes ``FOLDER/tensorrt_llm``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts about TensorRT-LLM's MoE package, read from its source without running it.
 
     python -m tests.hosts.extract A=TensorRT-LLM-1.2 C2=TensorRT-LLM-main --write

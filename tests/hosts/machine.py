@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine with an SM120 card and CUDA 13, as far as ``nvidia-smi`` and ``nvcc`` say, and doubles of TensorRT-LLM on it.
 
 FlashInfer and the CuTe DSL are the real ones.  The package is the wheel, installed in an environment of its own.

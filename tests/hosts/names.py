@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a test needs of a host beside what the package uses, from a double of TensorRT-LLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The driver and FlashInfer's own compile path on a machine without its card: real plans, and what can go wrong with them.
 
 A process of its own, by ``python -m tests.forks call``: the CuTe DSL reads its settings once.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments as users have them, made of real wheels, and what a compile and ``doctor`` say of each.
 
 ``python -m tests.integration.environments`` makes those that ``environments.json`` lacks, one after the other, compiles

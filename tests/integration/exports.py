@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small random MoE models, quantized and exported by nvidia-modelopt itself.
 
 ``python -m tests.integration.exports qwen3-moe DIRECTORY`` writes ``DIRECTORY/nvfp4``, with ``--original`` also the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small random MoE models in the forms that others than nvidia-modelopt publish.
 
 Models are those of ``integration.exports`` as transformers saves them. compressed-tensors quantizes and writes its own form;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashInfer on a machine without its card: what its driver plans, shares, refuses and makes of faults, and its layouts."""
 
 from __future__ import annotations

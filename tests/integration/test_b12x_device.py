@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers on the real SM120 kernels, on a Hopper GPU: numbers, captured graphs, streams, refits, ranks, the self-test, a soak."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The crossover as a GPU measures it: against delays in the host's place, in layers, and from the command line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one launch on a GPU: one block, copies side by side, graphs in any order, threads. Numbers: test_kernels_device.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every launch of ``layer.cu`` ends on a GPU, with the same bits, whatever multiprocessors it has and whatever routes it gets.
 
 Kernels are compiled to trap after two seconds, so that a launch that waits forever is an error and not a hang. Blocks start late

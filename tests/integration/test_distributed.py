@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real processes over gloo: reduced ranks, and attention-DP with uneven token counts in both forms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real exports of nvidia-modelopt, end to end through the command line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged checkpoints: one clear line, a failed number, or a sound pass; never a traceback, never a wrong pass.
 
 ``FUZZ_EXAMPLES=5000 pytest tests/integration/test_fuzz.py`` tries more of them.

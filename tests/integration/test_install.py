@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installing the package into a TensorRT-LLM environment changes no other package."""
 
 from __future__ import annotations

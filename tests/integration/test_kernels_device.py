@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our kernels on a GPU, each family in each format: numbers, sizes, ranks, graphs, reruns, layers.
 
 ``grouped`` multiplies natively where the card has block-scaled products, in bfloat16 elsewhere.

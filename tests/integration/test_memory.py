@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peak host memory of ``verify``: one layer at its real size, and 200 MB above what the process needs for a tiny checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gate on real wheels: verdict, reasons, and the one command that mends them, run as it is printed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captured graphs on a GPU while the layer's weights are loaded again: every replay is right, so is every eager call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bed as far as it goes without a GPU: translation rule by rule, and every kernel that the package can select."""
 
 from __future__ import annotations

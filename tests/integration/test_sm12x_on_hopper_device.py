@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On a Hopper GPU: each replaced instruction by itself, over all its inputs."""
 
 from __future__ import annotations

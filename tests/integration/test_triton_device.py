@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode on a GPU: instructions, streams, a soak. Numbers of all kernels: test_kernels_device.py."""
 
 from __future__ import annotations

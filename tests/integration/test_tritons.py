@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our kernels as each Triton compiles them that a host may bring: releases beside the environment's own, for SM12x cards."""
 
 from __future__ import annotations

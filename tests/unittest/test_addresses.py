@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses that launches are given: the host's tensors, or memory that outlives every load. Captured graphs hold them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The import hook, on modules made for the test; inside doubles of TensorRT-LLM it is in ``tests/integration/hosts``."""
 
 from __future__ import annotations

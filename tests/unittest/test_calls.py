@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls as hosts make them beyond prefill and decode: what only CUTLASS does goes there, the rest is right on b12x."""
 
 from __future__ import annotations

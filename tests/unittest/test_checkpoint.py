@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading ModelOpt's formats, and what real checkpoints bring."""
 
 from __future__ import annotations

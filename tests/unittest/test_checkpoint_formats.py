@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of other formats and damaged ones: each has its own message, none hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``trtllm-b12x verify`` as a user meets it: exit status, messages, table, JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When layers are measured, and which source decides; a stand-in clock has the times, on machines without a GPU."""
 
 from __future__ import annotations
@@ -374,7 +375,7 @@ def test_a_file_then_what_is_stored_then_a_measurement(
     given.write_text(json.dumps(content))
     assert served(reread(), 1, 2) == [B12X, NONE]
     assert "has no table for 4 experts, top 2" in caplog.text
-    assert "of another card (name); the card is asked" in caplog.text
+    assert "of another card (name); it is measured on this card" in caplog.text
     assert not clock.asked
     file.write_text(json.dumps(content))
     reread()

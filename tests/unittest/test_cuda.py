@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one launch: compiled by NVRTC for the cards that it serves and for Hopper, and what the driver gets of calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one launch on a CPU, its own source (:mod:`tests.emulator`): numbers, every order of threads, and hangs that are found."""
 
 from __future__ import annotations

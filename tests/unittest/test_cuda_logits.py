@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one launch from router logits, on a CPU (:mod:`tests.emulator`): choices, weights, ties, and what is refused."""
 
 from __future__ import annotations

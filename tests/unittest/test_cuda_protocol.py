@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The waits of ``layer.cu`` between warps and blocks, as state machines whose steps are taken in every order.
 
 Small launches are explored in all orders, launches of real sizes in orders drawn at random. Every order must end, with each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every reason, each alone, and all at once."""
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def test_a_stricter_fact_never_turns_no_into_yes(before: Any, field: str) -> Non
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"quant_algo": "NVFP4", "activation": "Swiglu", "intermediate_size": 320}, ["160 per rank is no multiple of 64"]),
+        ({"quant_algo": "NVFP4", "activation": "Swiglu", "intermediate_size": 320}, ["160 per rank is not a multiple of 64"]),
         ({"quant_algo": "NVFP4", "activation": "Swiglu", "intermediate_size": 384}, []),
         ({"quant_algo": "NVFP4", "activation": "Relu2", "intermediate_size": 320}, []),
         ({"quant_algo": "FP8", "activation": "Swiglu", "intermediate_size": 320}, []),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``trtllm-b12x doctor``: facts, verdicts and commands on one screen."""
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def test_what_cards_have_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """Tables that a server of these versions reads, by geometry; others are counted."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TRTLLM_B12X_CROSSOVER")
-    assert "not measured yet: the card is asked at the first call of a server" in " ".join(run(monkeypatch, GOOD).output.split())
+    assert "not measured yet: a server measures at its first call" in " ".join(run(monkeypatch, GOOD).output.split())
     folder = tmp_path / "trtllm_b12x"
     sizes = {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768, "format": "NVFP4"}
     key = store.Key({"name": "NVIDIA GeForce RTX 5090"}, sizes, {"host": "1.3"}, store.versions(), 64)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedded host's layouts, byte by byte."""
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def test_input_scales_are_the_maximum_over_experts_of_other_ranks_too() -> None:
 
 @pytest.mark.parametrize("size", [128, 160])
 def test_the_host_splits_at_half_of_the_padded_rows(size: int) -> None:
-    """Right at 128; wrong where 2 * I is no multiple of 128: 320 rows are padded to 384 and split at 192."""
+    """Right at 128; wrong where 2 * I is not a multiple of 128: 320 rows are padded to 384 and split at 192."""
     tensors = random_experts(2, 128, size)
     module = build(tensors, 2, 128, size, gated=True)
     assert module.w3_w1_weight.shape[1] == -(-2 * size // 128) * 128

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probes against real programs and real package layouts made for the test: no GPU, no network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A family of kernels is one class and one row of the catalog; everything else finds it there."""
 
 from __future__ import annotations

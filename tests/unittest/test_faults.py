@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fault of ours, anywhere, costs speed and a line: never the host's import, load or call, and never a number."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels' numbers in Triton's interpreter: every format in every layout, and grouped products of NVFP4 and MXFP8.
 
 Each is compared with torch at the same rounding points and, where activations stay in 16 bits, with the layer in float32.
@@ -314,7 +315,7 @@ def test_what_the_grouped_kernels_do_not_take() -> None:
     codes, scales = (torch.zeros(size, dtype=torch.uint8) for size in ((2, 64), (16,)))
     with pytest.raises(ValueError, match="x_sf has 16 scales, expected 1024 for 2 tokens"):
         kernel.run(MoECall(codes, torch.zeros(2, 2).int(), torch.zeros(2, 2), scales, swizzled=True))
-    with pytest.raises(ValueError, match="SiTu is none of"):
+    with pytest.raises(ValueError, match="SiTu is not one of"):
         kernel.describe(dataclasses.replace(geometry, activation="SiTu"), 100, CPU)
     with pytest.raises(ValueError, match="must be multiples of 64 and 16"):
         kernel.describe(dataclasses.replace(geometry, hidden_size=96), 100, CPU)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which path serves a call, and that both give the right numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped products (``gemm.py``): shapes, what they take of a multiprocessor, parts of long calls, and what is refused."""
 
 from __future__ import annotations

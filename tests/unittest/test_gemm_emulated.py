@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped products (``gemm.cu``) on a CPU (:mod:`tests.emulator`): numbers, groups, every order of threads, what is missing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The code of MOE_DEVELOPER_GUIDE.md runs as it stands there."""
 
 from __future__ import annotations

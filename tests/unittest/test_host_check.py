@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the engine's own path is right: a double of the host that is wrong is found, named, and replaced where it can be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Doubles keep to the facts of the public source, and what the package relies on is checked against the same facts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may import whom, read from the code."""
 
 from __future__ import annotations

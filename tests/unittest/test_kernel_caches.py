@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What asks Triton's cache and FlashInfer's for a kernel, and what becomes of a miss."""
 
 from __future__ import annotations

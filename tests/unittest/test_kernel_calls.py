@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of a call's tensors: every kernel refuses what it would read or write beyond; ids and router weights of any type."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP4 experts through the host's own layer, on the host's own tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP8 experts through the host's own layer: no path of the host's serves them, so every call is a kernel's."""
 
 from __future__ import annotations

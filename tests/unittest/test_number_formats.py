@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of MXFP8 and NVFP4; what Triton multiplies of MXFP8, and what is asked of a family for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.on_card`` where no card is: a stand-in for ``trtllm-bench``, and a card that is said to be there."""
 
 from __future__ import annotations

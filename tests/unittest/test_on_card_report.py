@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of ``python -m benchmarks.on_card``: kernels beside the benchmark's own, answers, and its page in one file."""
 
 from __future__ import annotations

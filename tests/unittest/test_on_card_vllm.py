@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.on_card --engine vllm`` where neither card nor vLLM is: stand-ins for vLLM and ``benchmarks.served``."""
 
 from __future__ import annotations

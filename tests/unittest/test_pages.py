@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README, guide and docs: links and anchors lead somewhere, sentences are short, the front page is one."""
 
 from __future__ import annotations

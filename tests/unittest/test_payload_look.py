@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The look at the CuTe DSL, once per installation, in environments made for the test."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels beside ours in ``benchmarks.peers``: vLLM's parts, weights in Marlin's order, errors, the page and the plot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other weights into the same module, and copies of it: results follow, storage stays."""
 
 from __future__ import annotations

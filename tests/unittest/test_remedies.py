@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said of a refusal: one line per process and reason, and the command that repairs packages."""
 
 from __future__ import annotations

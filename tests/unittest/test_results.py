@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of results is what the files say; the floor of a decode step is bytes over bandwidth."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes from router logits: the rules, and TensorRT-LLM's routing methods that have them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The self-test, on the torch kernel as it is and with mistakes that a real one could have; and that kernel's own contract."""
 
 from __future__ import annotations

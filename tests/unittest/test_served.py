@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``benchmarks.served`` without a GPU: arguments, order of the engines, an interrupted run, its JSON, table and plot."""
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def runner(out: Path, asked: sides.Plan, **more: Any) -> sides.Runner:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["no-such-model"], "no Hugging Face name; with random weights there are qwen3-30b-a3b-nvfp4"),
-        (["/no/such/folder"], "no folder of a checkpoint"),
+        (["no-such-model"], "nor a Hugging Face name; with random weights there are qwen3-30b-a3b-nvfp4"),
+        (["/no/such/folder"], "is neither a checkpoint folder"),
         ([MODEL, "--enable-expert-parallel"], "add --tensor-parallel 2"),
         (["nemotron-3-super", "--tensor-parallel", "2"], "name a checkpoint"),
-        ([MODEL, "--without-backend", "with"], "no backend of vLLM"),
+        ([MODEL, "--without-backend", "with"], "is not a backend of vLLM"),
         ([MODEL, "--tokens", "2"], "8 or more"),
         (["a/model", "b/model"], "an OUT of their own"),
     ],

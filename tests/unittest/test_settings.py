@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings: one table, warnings for what is none, never an error."""
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def test_unknown_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTLLM_B12X_GATHERBF16", "1")
     monkeypatch.setenv("TRTLLM_B12XY", "not ours")
     (complaint,) = settings.complaints()
-    assert complaint.startswith("TRTLLM_B12X_GATHERBF16 is no setting of trtllm_b12x; there are TRTLLM_B12X, ")
+    assert complaint.startswith("TRTLLM_B12X_GATHERBF16 is not a setting of trtllm_b12x; there are TRTLLM_B12X, ")
 
 
 def test_the_page_on_serving_holds_the_table() -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which class serves a layer, what became of a process's layers, and the one line about it."""
 
 from __future__ import annotations

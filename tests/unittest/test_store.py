@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables on disk: used where they are this card's and this user's, else one line and a measurement."""
 
 from __future__ import annotations

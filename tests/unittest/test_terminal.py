@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that a user runs, on a terminal: narrow ones, without color, without UTF-8, and Ctrl-C at any time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a timer spends its budget, on a simulated machine, since no GPU here has a clock; and what is made of its times."""
 
 from __future__ import annotations
@@ -184,8 +185,8 @@ def test_a_family_serves_no_more_tokens_than_it_was_measured_with() -> None:
         ({10**9: {HOST: 1.0}}, "1000000000 tokens: counts are 1 to 8192"),
         ({10**400: {HOST: 1.0}}, "1000000000000000000000000000000000000... tokens"),
         ({1: {HOST: 10**400}}, "is no time of host"),
-        ({1: {HOST: 1.0, " ": 1.0}}, "1 tokens: ' ' is no path's name"),
-        ({1: {HOST: 1.0, "": 1.0}}, "1 tokens: '' is no path's name"),
+        ({1: {HOST: 1.0, " ": 1.0}}, "1 tokens: ' ' is not the name of a path"),
+        ({1: {HOST: 1.0, "": 1.0}}, "1 tokens: '' is not the name of a path"),
         ({1: {"cuda": 1.0}}, "1 tokens: the time of 'host' is missing"),
     ],
 )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels compiled without a GPU, for Hopper and both Blackwells of this package: what instructions they became."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layers hand on to Triton's kernels beside weights and bf16: SwiGLU's constants, scaled input, quantized input."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inline PTX that turns codes into 16-bit floats, executed here, one instruction after the other, on every code and scale."""
 
 from __future__ import annotations

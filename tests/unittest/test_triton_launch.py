@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches past Triton's JIT against the JIT's own: this Triton's launchers, on a driver that keeps what it is given."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that Triton's kernels serve, by what stands in for them here: the whole path from the decision to a call."""
 
 from __future__ import annotations

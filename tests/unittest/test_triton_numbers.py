@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels' numbers, in Triton's interpreter, against the layer in float32; ``test_triton_device.py`` has a GPU's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles by rule, and what is missing for a compile, without compiling."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``trtllm-b12x tune`` as a user meets it; a stand-in clock has the times."""
 
 from __future__ import annotations

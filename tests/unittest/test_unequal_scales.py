@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints whose gate and up have a ``weight_scale_2`` each: our kernels apply both, CUTLASS the larger one."""
 
 from __future__ import annotations

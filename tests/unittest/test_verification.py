@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``verify`` concludes from its numbers; its bounds do not fail sound layers, and fail each mistake."""
 
 from __future__ import annotations

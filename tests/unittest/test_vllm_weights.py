@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What our kernels are given of vLLM's tensors, without vLLM."""
 
 from __future__ import annotations

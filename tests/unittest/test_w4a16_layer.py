@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """W4A16_NVFP4 experts through the host's own layer: block scales in rows, activations in 16 bits throughout."""
 
 from __future__ import annotations

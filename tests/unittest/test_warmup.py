@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``trtllm-b12x warmup``, and a server that finds what it left: no compiler, no GPU, and no compile while calls wait."""
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def test_ranks_that_start_together_compile_each_kernel_once(variables: dict[str,
     [
         ([], "give a CHECKPOINT or all of --experts, --top-k, --hidden, --intermediate, not both"),
         (sizes(intermediate=100, tp=3), "--tp 3 does not divide intermediate size 100"),
-        ([*sizes(), "--card", "RTX 9090"], "'RTX 9090' is no card of sm_120a; there are RTX PRO 6000, RTX 5090"),
+        ([*sizes(), "--card", "RTX 9090"], "'RTX 9090' is not a card of sm_120a; there are RTX PRO 6000, RTX 5090"),
         ([*sizes(), "--activation", "tanh"], "activation 'tanh': there are kernels for"),
         ([*sizes(hidden=192), "--format", "mxfp8"], "no family of kernels can serve this here"),
     ],
@@ -192,7 +193,7 @@ def test_a_checkpoint_says_its_own_formats(variables: dict[str, str], tmp_path: 
     result = run(model, "--target", "sm_999a", **variables)
     assert "'sm_999a' is not one of 'sm_120a', 'sm_121a'" in result.output
     result = run(model, "--target", "sm_121a", "--card", "5090", **variables)
-    assert "'5090' is no card of sm_121a; there are GB10" in result.output
+    assert "'5090' is not a card of sm_121a; there are GB10" in result.output
 
 
 def test_cards_by_name_and_by_number() -> None:

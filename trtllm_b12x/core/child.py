@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start child processes: build their environment and command, run them and read their output."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manage the cache folder, and cache results that each cost a process to compute.
 
 A result is valid for one node and one state of the installation. All ranks share it under a file lock.

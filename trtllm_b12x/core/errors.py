@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Format an error as one line, and write one line to standard error. This module imports only the standard library."""
 
 import os

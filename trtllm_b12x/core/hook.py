@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call a function with each watched module of TensorRT-LLM after its first execution and after every reload.
 
 Python 3.15 and newer run this file in every process of the environment (``.start``). Older versions run it once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Create locks that a forked child can take, whichever thread held them in the parent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Set up our logger (``trtllm_b12x`` or a child of an engine's logger), and log some messages only once per process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reset the process-wide state of this package, and list the state that outlives a reset."""
 
 from __future__ import annotations

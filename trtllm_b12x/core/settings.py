@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define all environment variables. Names start with ``TRTLLM_``: TensorRT-LLM forwards only those to its MPI sessions."""
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def complaints() -> list[str]:
         if name != _PREFIX and not name.startswith(f"{_PREFIX}_"):
             continue
         if name not in known:
-            messages.append(f"{name} is no setting of trtllm_b12x; there are {', '.join(known)}")
+            messages.append(f"{name} is not a setting of trtllm_b12x; there are {', '.join(known)}")
             continue
         try:
             known[name].parse(value.strip() or known[name].default)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decide which kernel families can serve a layer. Pure functions map facts to verdicts."""
 
 from .decide import decide, resolve

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log a decision: one line per process and reason, as a warning if the user can do something about it."""
 
 from __future__ import annotations

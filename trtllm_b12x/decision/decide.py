@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Apply the rules: ``decide`` for one family, ``resolve`` for a layer.
 
 Facts become known in steps: selection knows the quantization, construction the shapes, weight creation the final quantization

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the kernel families in order of preference, with their capabilities. Kernel classes are in ``kernels/catalog.py``.
 
 A family has one row per number format. Its machine requirements are the rules that bind it.

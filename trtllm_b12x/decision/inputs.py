@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the inputs of a decision besides the layer: ranks and machine. ``None`` in any field means unknown."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the pip commands that fix problems caused by installed packages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Apply the rules of a decision, one per reason. A rule abstains if its facts are unknown."""
 
 from __future__ import annotations
@@ -102,11 +103,11 @@ def layer_findings(p: LayerShape, d: Deployment, f: KernelFeatures) -> Iterator[
     if p.activation_constants:
         yield RejectReason.ACTIVATION_CONSTANTS, "SwiGLU with alpha, beta or limit"
     if p.hidden_size is not None and p.hidden_size % f.hidden_size_multiple:
-        yield RejectReason.HIDDEN_SIZE, f"hidden size {p.hidden_size} is no multiple of {f.hidden_size_multiple}"
+        yield RejectReason.HIDDEN_SIZE, f"hidden size {p.hidden_size} is not a multiple of {f.hidden_size_multiple}"
     # A block scale covers group_size columns of w2. A rank that starts inside a block has no scale for its part.
     size = _size_per_rank(p, d)
     if size is not None and size % f.group_size:
-        yield RejectReason.INTERMEDIATE_SIZE, f"intermediate size {size:g} per rank is no multiple of {f.group_size}"
+        yield RejectReason.INTERMEDIATE_SIZE, f"intermediate size {size:g} per rank is not a multiple of {f.group_size}"
     if p.bias:
         yield RejectReason.BIAS, "the experts have a bias"
     if p.apply_router_weight_on_input:
@@ -145,7 +146,7 @@ def refused_by_hosts(shape: LayerShape, deployment: Deployment, served: bool) ->
     faults, size = [], _size_per_rank(shape, deployment)
     # TensorRT-LLM pads [up; gate] together to 128 rows, split at half: nvfp4_fc1_row_alignment_rejection (impl_contract.py).
     if not served and shape.activation == "Swiglu" and size is not None and size % 64:
-        faults.append(f"intermediate size {size:g} per rank is no multiple of 64; choose another moe_tensor_parallel_size")
+        faults.append(f"intermediate size {size:g} per rank is not a multiple of 64; choose another moe_tensor_parallel_size")
     # create_weights (quantization.py) raises NotImplementedError for other block widths. Older versions ignore it.
     if shape.group_size not in (None, 16):
         faults.append(f"NVFP4 with group size {shape.group_size}; {RejectReason.GROUP_SIZE.value}")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the results of a decision: reasons, verdicts on one family, and the resolution for one layer."""
 
 from __future__ import annotations

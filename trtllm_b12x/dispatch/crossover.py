@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decide which kernel serves how many tokens, once per geometry: the setting, stored times, a measurement, or the default.
 
 A layer decides at its first eager call with tested kernels, and once more if the engine tunes its own path later: only then is
@@ -159,7 +160,7 @@ def _policy(
         try:
             return MeasuredPolicy(store.load_file(file, key), f"{settings.CROSSOVER.name}={file}", True, base)
         except ValueError as error:
-            log.once(f"{settings.CROSSOVER.name} has no table for {geometry}: {error}; the card is asked")
+            log.once(f"{settings.CROSSOVER.name} has no table for {geometry}: {error}; it is measured on this card")
     for stored_key in (tuned_key,) if tuned else (tuned_key, key):
         if (timings := store.load(stored_key)) is not None:
             return MeasuredPolicy(timings, "stored", base=base)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judge the engine's own path, which serves prefill: users report SM12x cards on which its NVFP4 products are wrong.
 
 The reference has the checkpoint's scales and the path's own arithmetic. In float32 it would differ by 0.13 and more, because

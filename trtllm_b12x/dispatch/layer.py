@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan, bind and test the kernels of one layer, and choose one for each call."""
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class LayerDispatch:
         except Exception as error:
             if isinstance(error, PlanError) and error.lasting:
                 _failures[plan] = first_line(error)
-            log.once(f"{name} takes no router logits of {geometry}: {first_line(error)}", logging.INFO)
+            log.once(f"{name} does not take router logits of {geometry}: {first_line(error)}", logging.INFO)
         else:
             self._routing[name] = kernel
 

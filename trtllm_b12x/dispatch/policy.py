@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose the path that serves a token count, from measured times or by a fixed threshold. This module does not import torch.
 
 A row is a token count with the microseconds of one call on each path: kernel families, by name and variant, and ``HOST``. Between
@@ -60,7 +61,7 @@ class Timings:
                 raise ValueError(f"{_short(tokens)} tokens: counts are 1 to {LARGEST}")
             for name, t in paths.items():
                 if not re.fullmatch(r"\S+( \S+)*", name):
-                    raise ValueError(f"{tokens} tokens: {_short(name)!r} is no path's name")
+                    raise ValueError(f"{tokens} tokens: {_short(name)!r} is not the name of a path")
                 if not isinstance(t, (int, float)) or not 0 < t <= _LONGEST_US:
                     raise ValueError(f"{tokens} tokens: {_short(t)} is no time of {_short(name)} in microseconds")
             if HOST not in paths:

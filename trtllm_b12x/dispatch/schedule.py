@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Map a token count to what serves it: a kernel, a kernel in parts, or the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Store measured crossover tables on disk: one JSON file per card and geometry, in the folder shown by ``trtllm-b12x cache``.
 
 An unusable table is logged in one line and measured again. Only ``load_file`` raises.

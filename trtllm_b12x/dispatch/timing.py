@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time calls in captured CUDA graphs over several layers, so that no weight is read from the L2 cache."""
 
 from __future__ import annotations

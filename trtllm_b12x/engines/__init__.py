@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inference engines that the kernels are plugged into."""

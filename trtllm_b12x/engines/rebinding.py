@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the vLLM and SGLang plugins: compare the engine with known facts, and keep errors of ours away from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by ``doctor``'s lines on vLLM and SGLang: whether the version is recognized, and which kernels serve a format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Select candidate kernels for every engine. For vLLM and SGLang, also decide on a layer and measure it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probe this machine once per process, for ``trtllm_b12x.decision.decide``.
 
 Static facts come first: package metadata, RECORD files, nvidia-smi, source text. This process imports neither FlashInfer nor

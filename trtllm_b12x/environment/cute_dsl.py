@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find out which CuTe DSL payload loads. Only an import shows this. It runs in a subprocess, so that a crash does not end the
 server."""
 

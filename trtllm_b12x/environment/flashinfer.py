@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read FlashInfer's version and the capabilities of its kernels without an import."""
 
 from __future__ import annotations

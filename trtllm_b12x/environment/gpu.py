@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Query the GPU, its driver and the CUDA toolkit without creating a CUDA context."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the NVRTC that compiles kernels of family ``cuda``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read installed packages from their metadata: versions, RECORD files and declared requirements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import the CuTe DSL and FlashInfer's kernels in a process that may crash. This script prints one JSON line per result.
 
 ``{"cutlass": {...}}`` has version, CUDA payload and file of the CuTe DSL, or the error. ``{"flashinfer": {...}}`` has the error

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the real kernels of a family in a subprocess, for a card that need not be present.
 
 The CuTe DSL may crash the process that uses it.

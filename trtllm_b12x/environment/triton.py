@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find what a Triton compile needs besides Triton: a C compiler for its launcher, a ptxas that knows the card, and a cache.
 
 This module does not import Triton. It runs each ptxas to get its version.
@@ -87,7 +88,7 @@ def _c_compiler() -> Lacking | None:
     if named:
         if shutil.which(named.split()[0]):
             return None
-        return Lacking(f"CC={named} is no command", "name a C compiler in CC, or unset it")
+        return Lacking(f"CC={named} is not a command", "name a C compiler in CC, or unset it")
     if any(map(shutil.which, ("clang", "gcc"))):
         return None
     return Lacking("no C compiler for Triton's launcher", "apt-get install gcc, or name one in CC")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """List the number formats of expert weights, one row each. ``trtllm_b12x.decision.families`` lists their kernels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Map each number format to the record of a layer's weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep device tensors that never change, one copy for the whole process.
 
 A captured graph holds the addresses of its launches, and may outlive the kernel or the layer that made the call. These tensors

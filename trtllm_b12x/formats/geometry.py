@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the sizes of a MoE layer, in the model and on one rank. This module imports without torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """View and convert block scales in the layout of engines and kernels: interleaved tiles of 128 rows by 4 blocks."""
 
 from __future__ import annotations

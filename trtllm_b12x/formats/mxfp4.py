@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define MXFP4: E2M1 codes, and an E8M0 scale for each 32 codes (OCP Microscaling Formats 1.0, 5.3 and 5.4.1)."""
 
 from __future__ import annotations

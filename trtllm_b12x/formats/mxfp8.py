@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define MXFP8 in torch: E4M3 elements, and an E8M0 scale for each 32 elements (OCP Microscaling Formats 1.0, 5.2 and 5.4.1).
 
 The torch implementations that stand in for device code use this module. The strict reference does not.

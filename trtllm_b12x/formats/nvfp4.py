@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define NVFP4: E2M1 values, E4M3 block scales, packing, and the tensors that its kernels take.
 
 Two torch implementations that stand in for device code use this module: the embedded TensorRT-LLM's operators and the reference

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define a layer's weights as kernels read them, for every number format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel families: plan, bind and run for plain tensors. ``catalog.py`` lists the classes."""
 
 from trtllm_b12x.formats.geometry import GATED, Geometry

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a kernel: ``plan`` may allocate and compile, ``bind`` takes views, ``run`` does neither."""
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Kernel(ABC):
         """Raise ValueError if the family lacks the activation, or ``multiples`` do not divide hidden and intermediate size."""
         activations, sizes = self.features.activations, (geometry.hidden_size, geometry.intermediate_size)
         if geometry.activation not in activations:
-            raise ValueError(f"activation {geometry.activation} is none of {', '.join(sorted(activations))}")
+            raise ValueError(f"activation {geometry.activation} is not one of {', '.join(sorted(activations))}")
         if any(size % multiple for size, multiple in zip(sizes, multiples, strict=True)):
             named = f"hidden size {sizes[0]} and intermediate size {sizes[1]}"
             raise ValueError(f"{named} must be multiples of {' and '.join(map(str, dict.fromkeys(multiples)))}")

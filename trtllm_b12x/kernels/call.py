@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call of a layer's experts."""
 
 from __future__ import annotations

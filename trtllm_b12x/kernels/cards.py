@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU that kernels are compiled for."""
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def models(target: str, names: Iterable[str] = ()) -> tuple[Card, ...]:
     for name in names:
         count = int(name) if name.strip().isdecimal() else known.get(_plain(name), 0)
         if not 0 < count <= 1024:
-            raise ValueError(f"{name!r} is no card of {target}; there are {', '.join(MODELS[target])}, or a number of SMs")
+            raise ValueError(f"{name!r} is not a card of {target}; there are {', '.join(MODELS[target])}, or a number of SMs")
         counts.append(count)
     return tuple(Card(count, SHARED_MEMORY, int(target[3:6])) for count in sorted(set(counts or known.values()), reverse=True))
 

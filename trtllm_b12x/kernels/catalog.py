@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Map each row of ``trtllm_b12x.decision.families`` to its kernel class, and to a torch class for machines without its card."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load and launch compiled kernels through CUDA's driver API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensors of a layer, as our own kernels read them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans: state that layers of one geometry share on one device. A plan is made once, and tested once on the card.
 
 The first layer whose weights are finite and not all zero tests it. A plan is freed with the last layer that uses it.
@@ -110,7 +111,7 @@ class PlannedKernel(Kernel):
         """Return the line of ``summary`` for kernels that are not tested yet."""
         if self._plan.tested:
             return ()
-        return ("not before the self-test, which waits for weights that are neither all zero nor not finite",)
+        return ("not before the self-test, which waits for weights that are finite and not all zero",)
 
 
 class OwnKernel(PlannedKernel):

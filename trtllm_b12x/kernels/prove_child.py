@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile a family's real kernels for a card that need not be in this machine, and check their PTX.
 
 ``python -m trtllm_b12x.kernels.prove_child sm_120a b12x`` prints one JSON line: a

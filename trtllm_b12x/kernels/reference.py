@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute the kernels in torch, on the CPU and any GPU, for machines without a card and as the reference of the self-test.
 
 They read the real kernels' tensors in the same layout, so that a wrong layout shows as a wrong number. They round where the

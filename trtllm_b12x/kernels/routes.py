@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convert an engine's routes to local int32 ids and float32 router weights of this rank's experts, in one launch.
 
 The launch also derives activation divisors from the engine's input scales, in graphs too, so that they are always current.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels of ``trtllm_b12x.kernels.routes``, which imports this module on machines with a GPU."""
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convert router logits to ids and router weights in torch, in float32, as kernels that take logits do."""
 
 from __future__ import annotations

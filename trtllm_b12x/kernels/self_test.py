@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare kernels on this card with the torch kernels: a few calls at load, before the first request.
 
 The layer's own weights are used: random weights would need as much memory again. Activations and routes are random.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the kernels of whole layers ahead of time into the caches that servers read, also for cards not in this machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command line: ``trtllm-b12x`` and ``python -m trtllm_b12x``."""
 
 from __future__ import annotations

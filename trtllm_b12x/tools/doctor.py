@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``trtllm-b12x doctor``: say whether our kernels are active here, and if not, which command fixes it."""
 
 from __future__ import annotations
@@ -336,7 +337,7 @@ def _paths() -> list[str]:
     files = [] if folder is None else sorted(glob.glob(f"{glob.escape(str(folder))}/{disk.TABLES}"))
     stored = [_stored(Path(file)) for file in files]
     lines = [line for line in stored if line] or [
-        "not measured yet: the card is asked at the first call of a server, or by trtllm-b12x tune"
+        "not measured yet: a server measures at its first call, and so does trtllm-b12x tune"
     ]
     return lines + ([f"{stored.count('')} more of other versions, or damaged: no server reads them"] if "" in stored else [])
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn a command's arguments into layers, ranks and a machine, and resolve layers for a card that is not here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers of the commands: one-line errors, plain text, files, and a progress bar."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``trtllm-b12x tune``: measure the fastest path for each token count on this card."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``trtllm-b12x verify``: check every weight bit, and the outputs, of our kernels on a checkpoint's MoE layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``trtllm-b12x warmup``: compile every kernel that a server will use into its caches, without a GPU."""
 
 from __future__ import annotations

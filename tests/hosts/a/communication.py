@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from tests.communication import AllGatherReduceScatter, all_reduce
 
 __all__ = ["AllGatherReduceScatter", "CommunicationFactory", "all_reduce"]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ConfigurableMoE`` of generation A: it feeds its backend by the exact class."""
 
 from tensorrt_llm._scheduling import KeywordScheduler

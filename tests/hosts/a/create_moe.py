@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``get_moe_cls``, ``create_moe_backend`` and ``create_moe`` of generation A, with its comparisons word by word."""
 
 import os

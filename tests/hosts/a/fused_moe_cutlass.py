@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``CutlassFusedMoE`` of generation A, which can also forward by itself (``ENABLE_CONFIGURABLE_MOE=0``)."""
 
 from tensorrt_llm._ops import quantized_input, run_operator

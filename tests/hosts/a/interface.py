@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``MoE``: metaclass ``type``."""
 
 from tensorrt_llm._wrapping import CompleteLayer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every other backend by name, those of generation B last: what is compared, and what a named backend would get."""
 
 from .fused_moe_cutlass import CutlassFusedMoE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVFP4 loading of generation A, as the embedded host does it: every hook pads, interleaves and writes.
 
 Alphas are there when the scales are. Distinct ``weight_scale_2`` of gate and up become the larger one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``ConfigurableMoE`` of generations A and B owns: it asks for the class again and builds the backend without weights."""
 
 from tensorrt_llm._wrapping import Delegating, build_backend

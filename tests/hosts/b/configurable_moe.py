@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ConfigurableMoE`` of generation B: resolves the class by itself and leaves the calls to a scheduler."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls into a backend in generation B; keywords go to ``CutlassFusedMoE`` alone, by its exact class."""
 
 from tensorrt_llm._scheduling import KeywordScheduler

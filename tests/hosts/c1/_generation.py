@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What C1 and C2 do differently where their doubles share a file.  C1: ``activation_type`` and ``swiglu_*``, one by one."""
 
 from tensorrt_llm._torch.utils import ActivationType, is_gated_activation

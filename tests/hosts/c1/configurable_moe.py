@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ConfigurableMoE`` of C1: the backend is built, without weights, in ``__init__``."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``create_moe_backend`` and ``create_moe`` of C1, with their comparisons word by word.  There is no ``get_moe_cls``."""
 
 from .configurable_moe import ConfigurableMoE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host's own b12x class (PR 13773), which doubles choose or refuse and never call."""
 
 from tensorrt_llm.models.modeling_utils import QuantAlgo

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``CutlassFusedMoE`` from C1 on: called with a context, wrapped always."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``MoEImplBase``: an execution unit with abstract methods that bind (metaclass ABCMeta), and no ``forward``."""
 
 import abc

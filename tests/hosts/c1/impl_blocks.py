@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every backend brings: how it is called, its weights from creation to refit, its place under a load balancer."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records by which a backend is chosen and called, with C2's fields: C1 lacks capabilities and the end of ``MoECommPlan``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``MoE``, a complete layer, and the sizes and ranks that it shares with its backend."""
 
 from tensorrt_llm._wrapping import CompleteLayer

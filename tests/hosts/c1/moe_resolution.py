@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which class serves a layer: tables that are read at call time, every candidate asked, every refusal kept.
 
 C2 gives ``allow_degradation`` too; its ``impl_id`` and the refusal of odd sizes are not doubled.

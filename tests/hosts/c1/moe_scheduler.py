@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call from C1 on: ``run_moe(ctx, workspace=)``, and a rank without tokens sends one of zeros."""
 
 import torch

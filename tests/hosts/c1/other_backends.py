@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every other backend by name: what is compared, what refuses SM120, and what a named backend would get."""
 
 from tensorrt_llm.models.modeling_utils import QuantAlgo

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVFP4 loading from C1 on, staged: w3 and w1 wait on the module, w2's scales lie row by row, until
 ``process_weights_after_loading`` joins, pads, interleaves and makes the alphas.
 

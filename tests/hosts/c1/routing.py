@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing methods as the scheduler asks them. Of equal scores the lower expert comes first, as in the CUDA operators."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``ConfigurableMoE`` of C1 and C2 have in common: all but when and how the backend is bound."""
 
 from tensorrt_llm._wrapping import Delegating

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations of C2: one frozen record instead of ``activation_type`` and ``swiglu_*``, and what a backend makes of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ConfigurableMoE`` of C2 binds late: the backend is built and filled in ``create_weights``. Newer code builds it at once."""
 
 import copy

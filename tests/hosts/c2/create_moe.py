@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``create_moe_backend`` and ``create_moe`` of C2: capabilities are asked, classes are still compared to dispatch."""
 
 from .configurable_moe import ConfigurableMoE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests do inside a double of TensorRT-LLM, each in a process of its own; each returns what JSON can hold."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of a layer: communication, ``torch.compile``, the autotuner, the crossover during warm-up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the package relies on in a host: hooks and names."""
 
 from __future__ import annotations

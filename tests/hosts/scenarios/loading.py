@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How weights arrive: from a peer, in groups, in buckets, with gate and up fused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that get router logits alone, as TensorRT-LLM's model engine calls them, beside the same layers with ids."""
 
 from __future__ import annotations

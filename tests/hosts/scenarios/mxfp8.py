@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP8, which no host has a path for on these cards: from refusal to load, measurement, calls and reload."""
 
 from __future__ import annotations

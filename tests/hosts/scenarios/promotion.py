@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which class serves a layer: balancers, LoRA, plain subclasses, every backend, threads."""
 
 from __future__ import annotations

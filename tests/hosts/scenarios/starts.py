@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How promotion reaches a process, whoever starts it: the parent, a worker of MPI or Ray, a spawned child."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedded host's own tests, on a double."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of layers inside doubles of TensorRT-LLM, and the embedded host's own tests there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights arrive in every form that a generation has, inside doubles of TensorRT-LLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers whose kernel routes by itself, inside doubles of TensorRT-LLM from C1 on: earlier ones hand no logits to CUTLASS."""
 
 from __future__ import annotations

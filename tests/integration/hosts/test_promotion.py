@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which class serves a layer inside doubles of TensorRT-LLM, and hosts of another shape, which are left alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Promotion reaches every process of a host, however it starts, and a broken plugin breaks none."""
 
 from __future__ import annotations

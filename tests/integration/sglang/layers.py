@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real layers of SGLang on a machine without its card, loaded by its own loader, and FlashInfer's call in torch.
 
 The card is pretended by SGLang's own overrides. Only FlashInfer's function is replaced, with and without the package.

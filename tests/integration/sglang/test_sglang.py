@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of SGLang with the package, on the CPU: torch stands in for ``cuda`` and for FlashInfer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of SGLang on a GPU, with our real kernels: eager and captured, with reloads between. Hopper counts as SM120."""
 
 from __future__ import annotations

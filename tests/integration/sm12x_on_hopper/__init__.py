@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels for SM120 and SM121, FlashInfer's and our own, run on a Hopper GPU: for whoever has the code and not the card.
 
 The CuTe DSL, Triton and NVRTC compile them for ``sm_120a`` on any machine.  Their PTX is valid on ``sm_90a`` but for a few

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bed: FlashInfer's own host code believes in an SM12x card, and every kernel it launches is a translated one.
 
 What is patched, why, and what would make it unnecessary (FlashInfer 0.7.2.post1 and 0.6.18; all below

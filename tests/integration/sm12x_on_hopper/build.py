@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a kernel's Python to a shared object that runs it on ``sm_90a``: compile, translate, assemble, link, remember."""
 
 from __future__ import annotations

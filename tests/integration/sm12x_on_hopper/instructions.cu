@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What sm_90a lacks, in terms of what it has.  Called by the PTX that translate.py writes; compiled for sm_90a, no headers.
 //
 // Every result equals the instruction's by PTX ISA 9.0 but for one thing: mma.sync leaves the order and precision of its float32

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that are compiled for ``sm_12xa``, translated and assembled on any machine, in parallel processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Linked with the host object that the CuTe DSL exports for one kernel: its calls of the DSL's runtime come here first.
 
    Loads the translated cubin in place of the embedded one, and turns tensor maps of 4-bit elements into maps of bytes at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package's own kernels for an SM12x card, on a Hopper GPU: whatever Triton and NVRTC make for the card is translated.
 
 Inside :func:`card_on_hopper` the package believes in the card. It chooses tiles for it, compiles for it, and keeps what is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package's kernels for SM12x on a Hopper GPU, every form that a card of the list may take: numbers, to JSON.
 
 ``python -m tests.integration.sm12x_on_hopper.own_run measure OUT.json [NAME ...]`` runs the layers of these names and adds their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package's pool of processes that compile for Triton (``kernels/triton/compile_pool.py``), with translated machine code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single instructions, written as ``sm_120a`` PTX, translated, and run on the device; and the layouts of their operands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw one MoE layer's tensors on any device, as the package hands them to FlashInfer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run on a Hopper GPU: the real kernels' numbers, to JSON.
 
 ``python -m tests.integration.sm12x_on_hopper.run build --cache DIR`` builds every kernel of the run, on any machine;

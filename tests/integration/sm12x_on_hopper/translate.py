@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PTX that the CuTe DSL, Triton or NVRTC wrote for ``sm_120a`` or ``sm_121a``, as PTX for ``sm_90a``.
 
 Most instructions are the same on both (:data:`_KEPT`).  For each of the others there is a :class:`Rule`.  Anything else is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start an unmodified ``vllm.LLM`` in this process, generate, and take it through its life: ``engine FOLDER STEP ...``.
 
 A step is ``sleep-1``, ``sleep-2`` (with ``reload_weights``) or ``load=FOLDER`` (new weights in place). Prints one line of JSON.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of two experts through vLLM's modular kernel in Triton's interpreter: numbers, and what a call allocates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of vLLM from random checkpoint tensors, through its own ModelOpt methods and modular kernel."""
 
 from __future__ import annotations

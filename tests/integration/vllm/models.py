@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small checkpoints with random weights, in the form of gpt-oss (MXFP4) and of Qwen3-MoE (NVFP4, W4A16_NVFP4 or MXFP8)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One of two ranks of models with random weights, on the CPU: ``served_ranks FOLDER RANK`` saves what it drew of each case."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker of vLLM that runs a small model on the CPU in float32: for the engine, scheduler and loaders around it.
 
 ``worker_cls`` names it. It loads the model with vLLM's loader, and computes logits with ``benchmarks.served.reference``, of whole

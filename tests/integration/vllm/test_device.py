@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The door on a real GPU (Hopper counts as SM120): calls beside other streams, graphs, and vLLM's whole layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An unmodified ``vllm.LLM`` on a GPU with the package: sleep, reload, new weights, its compile cache, memory.
 
 Hopper counts as SM120 (``TRTLLM_B12X_HOPPER``). Each engine has a process of its own; those of a model share vLLM's caches.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice between our kernels and vLLM's Marlin on the CPU, where vLLM packs weights for Marlin and multiplies none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of two layers, built and loaded by vLLM's own loader and model classes on the CPU, and their life after sleep level 2.
 
 vLLM's own kernels need a GPU: without the package a model is built and loaded, and its experts are not called.

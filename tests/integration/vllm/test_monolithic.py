@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that vLLM hands router logits to, on the CPU: torch stands in for our kernels, and vLLM's own router routes the rest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Router logits on a real GPU (Hopper counts as SM120): the rules beside vLLM's operators, and layers that route."""
 
 from __future__ import annotations

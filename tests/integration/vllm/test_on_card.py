@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``benchmarks.on_card`` relies on in vLLM, in the wheel of this environment, on the CPU."""
 
 from __future__ import annotations

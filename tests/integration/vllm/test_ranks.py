@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes with vLLM's groups over gloo choose alike, also if one of them cannot run our kernels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of ``benchmarks.served`` in vLLM's own classes on the CPU: random weights, loading, and the float32 computation.
 
 The other side of every comparison is transformers' model in float32, with weights that another function dequantizes.

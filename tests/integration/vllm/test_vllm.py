@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The door in a real vLLM, whose wheel is in this environment (``make vllm``), on the CPU."""
 
 from __future__ import annotations
@@ -449,7 +450,7 @@ def test_a_configuration_that_hashes_itself_leaves_vllms_choice(caplog: pytest.L
     with configured(additional_config=Additional()):
         assert chosen("MXFP4")[0] == "MARLIN"
     (line,) = (record.getMessage() for record in caplog.records if record.name == "trtllm_b12x")
-    assert "additional_config is no dict" in line
+    assert "additional_config is not a dict" in line
 
 
 def test_a_model_inside_another_has_our_choices_in_its_key() -> None:

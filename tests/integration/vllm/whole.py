@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's whole MoE layer: its router, runner, ModelOpt method, and the weight loader that its models call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the experts of one SGLang layer on our kernels, which read SGLang's own tensors."""
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def _unsupported(layer: Any) -> str:
     if config.no_combine or config.apply_router_weight_on_input:
         return "no_combine or apply_router_weight_on_input"
     if config.num_fused_shared_experts and layer.moe_ep_size > 1:
-        return "fused shared experts of ranks, whose ids are no neighbors"
+        return "fused shared experts of ranks, whose ids are not contiguous"
     if (config.activation, config.is_gated) not in ACTIVATIONS:
         return f"activation {config.activation}, {'gated' if config.is_gated else 'not gated'}"
     return "" if getattr(layer.dispatcher, "skip_local_expert_mapping", False) else "local ids"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and signatures of SGLang that the package relies on, with sources. ``check`` compares them with the installed SGLang.
 
 All were read in the wheels of 0.5.20 and 0.5.23. Paths are below ``sglang/srt``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gpt-oss's MXFP4 experts as ``Mxfp4MoEMethod`` stores them for ``flashinfer_mxfp4`` on SM120. Calls have router logits."""
 
 from __future__ import annotations

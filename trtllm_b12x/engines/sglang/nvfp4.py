@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVFP4 and W4A16_NVFP4 experts as ``ModelOptNvFp4FusedMoEMethod`` stores them for ``flashinfer_cutlass``."""
 
 from __future__ import annotations

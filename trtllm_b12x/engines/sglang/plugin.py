@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replace SGLang's functions for experts and the hook that ends a load, all or none, and restore them."""
 
 from __future__ import annotations

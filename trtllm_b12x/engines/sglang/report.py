@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines of ``doctor`` about SGLang: whether this version is recognized, and what its experts would run on here."""
 
 from __future__ import annotations

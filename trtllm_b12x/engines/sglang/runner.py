@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find our experts of an SGLang layer when its load ends and in each call."""
 
 from __future__ import annotations

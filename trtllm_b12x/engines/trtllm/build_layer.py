@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build TensorRT-LLM layers of one shape with random weights, to measure without a server."""
 
 from __future__ import annotations

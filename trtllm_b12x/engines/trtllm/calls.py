@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapt the two calling conventions of a MoE backend, and detect when its weights are loaded.
 
 Both pass the call to ``_serve`` of our layer class. Calls that ``_serve`` declines go to the original ``run_moe``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check that the installed TensorRT-LLM has everything that this package relies on, per generation.
 
 ``facts.json`` was extracted from the public source, file by file, with repository and commit (``tests/hosts/extract.py``). It

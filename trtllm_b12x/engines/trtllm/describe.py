@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describe a TensorRT-LLM layer as ``LayerShape`` and ``Deployment``, before and after it is built.
 
 Only this module reads these facts. Unknown fields are None, and decision rules skip them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``FlashInferNvfp4Sm12xFusedMoE``: TensorRT-LLM's CUTLASS layer, with decode on our kernels.
 
 Importing this module imports TensorRT-LLM, whose layer class ours inherits. Hold ``patches.building`` during the import.

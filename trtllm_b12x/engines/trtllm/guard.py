@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Catch errors of this package before they reach TensorRT-LLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the TensorRT-LLM of this process. Only this package imports it; the other packages use a ``Host``.
 
 ``trtllm_b12x.engines.trtllm.contract`` compares TensorRT-LLM with the facts of each generation. Differences between

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build timed paths from TensorRT-LLM's path and our kernels, and sample routes from a layer's router."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapt ``NVFP4Sm12xFusedMoEMethod`` to the weight loading order of each TensorRT-LLM generation.
 
 In early versions (1.2, early 1.3) every hook writes its parameter, and ``load_quant_scales`` computes alphas at its end.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Select the kernel classes that this process may use, and decide which of them serve a layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep track of the TensorRT-LLM names that are rebound in this process, with their originals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Promote layers: rebind functions of TensorRT-LLM so that it builds our MoE layer. Each patch says why, how, and when it can go.
 
 All patches are module attributes that TensorRT-LLM looks up when it builds a layer. References that other modules took earlier

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the base of our quantization methods, for any number format. Importing this module imports TensorRT-LLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define ``MXFP4Sm12xFusedMoEMethod``: TensorRT-LLM's unchanged MXFP4 parameters, and the kernels' view of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define ``MXFP8Sm12xFusedMoEMethod``: TensorRT-LLM's MXFP8 parameters, and the kernels' view of them."""
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class MXFP8Sm12xFusedMoEMethod(PaddedMethod, MXFP8CutlassFusedMoEMethod):
         """Raise ValueError if the hidden size is not a multiple of 128."""
         experts, hidden = module.expert_size_per_partition, module.hidden_size
         if hidden % _TILE:
-            raise ValueError(f"hidden size {hidden} is no multiple of {_TILE}")
+            raise ValueError(f"hidden size {hidden} is not a multiple of {_TILE}")
         size = -(-module.intermediate_size_per_partition // self.tile) * self.tile
         rows = size * (2 if module.is_gated_activation else 1)
         module.scaling_vector_size = BLOCK_SIZE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Create TensorRT-LLM's NVFP4 and W4A16_NVFP4 parameters, padded to the kernels' tile, and the kernels' view of them."""
 
 from __future__ import annotations

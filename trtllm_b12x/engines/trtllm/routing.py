@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describe how TensorRT-LLM's routing methods turn logits into routes, for layers whose kernel routes by itself.
 
 Source: ``fused_moe/routing.py`` of August 2026. The class identifies a method: classes of one ``RoutingMethodType`` compute

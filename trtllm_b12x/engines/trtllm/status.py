@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Track the MoE layers of this process, for ``trtllm_b12x.status`` and the log line after the model is built."""
 
 from __future__ import annotations
@@ -161,7 +162,11 @@ def _report() -> None:
     names = Counter("+".join(module.schedule.chosen) or "no kernel yet" for module in served)
     on = ", ".join(f"{count} on {name}" for name, count in names.items()) if len(names) > 1 else f"on {next(iter(names))}"
     waiting = dict.fromkeys(name for module in served for name in module.dispatch.waiting)
-    notes = [f"the card is asked about {' and '.join(waiting)} at the first call"] * bool(waiting)
+    notes = []
+    if waiting:
+        *some, last_one = waiting
+        named = f"{', '.join(some)} and {last_one} are" if some else f"{last_one} is"
+        notes.append(f"{named} benchmarked at the first call")
     notes += dict.fromkeys(kernel.features.caveat for module in served for kernel in module.schedule.chosen.values())
     where = (*line, on, " or ".join(counts), " and ".join(_formats(served)), "".join(f"; {text}" for text in notes if text))
     logger.info("rank %d: %d of %d MoE layers %s, %s (%s)%s", served[0].rank, *where)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts of vLLM's modular kernel, on our kernels. Importing this module imports vLLM."""
 
 from __future__ import annotations

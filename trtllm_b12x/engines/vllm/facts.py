@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and signatures of vLLM that the package relies on, with sources. ``check`` compares them with the installed vLLM.
 
 All were read in the wheels of 0.26.0 to 0.33.0 and are equal there. Also used are ``VllmConfig.additional_config``

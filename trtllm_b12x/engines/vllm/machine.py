@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decide if our kernels serve a vLLM layer on this card: apply the rules, then rehearse a load and a call while vLLM chooses."""
 
 from __future__ import annotations

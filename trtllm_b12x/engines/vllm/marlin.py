@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time vLLM's Marlin beside our kernels while vLLM chooses. Loading packs Marlin's weights, so one of the two serves every call.
 
 Marlin reads random bytes: the memory of the rehearsal's weights, in Marlin's shapes. Nothing is packed. All calls read one layer,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts of vLLM's monolithic contract, which take router logits and route by themselves.
 
 vLLM uses one class per layer, so this class serves every call. ``cuda`` takes the logits of the calls that it serves. vLLM's own

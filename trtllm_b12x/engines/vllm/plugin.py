@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rebind the vLLM functions that choose experts, all or none, and restore them."""
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _eligible(theirs: Any, call: dict[str, Any], unnamed: tuple[str, str | None]
     if not reason and slot.oracle == "nvfp4" and method is not None and not calls_hook(method):
         reason = "vLLM's method for this checkpoint does not multiply alphas by input scales"
     if not reason and not all(isinstance(holder.additional_config, dict) for holder in _configs()):
-        reason = "additional_config is no dict, so that the key of vLLM's compile cache cannot have our choice"
+        reason = "additional_config is not a dict, so that the key of vLLM's compile cache cannot have our choice"
     reason = reason or ours.is_supported_config(ours, config, *asked)[1] or ""
     if reason:
         _left(theirs, config, slot.format, reason)

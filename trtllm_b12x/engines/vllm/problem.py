@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describe vLLM's layers in the terms of decisions and kernels."""
 
 from __future__ import annotations

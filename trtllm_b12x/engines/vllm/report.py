@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines of ``doctor`` about vLLM: whether this version is recognized, and which backends its oracles would choose here."""
 
 from __future__ import annotations

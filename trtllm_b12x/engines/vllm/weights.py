@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """View vLLM's tensors as kernels read them, and draw random tensors in vLLM's layout."""
 
 from __future__ import annotations

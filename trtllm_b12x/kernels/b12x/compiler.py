@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of one geometry, compiled or loaded from FlashInfer's cache.
 
 FlashInfer only builds the kernels, by ``moe_dispatch._get_static_kernel``, ``build_direct_micro_kernel``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashInfer's SM12x kernels: planned once per geometry and device, launched without FlashInfer's own launcher.
 
 ``B12xMoEWrapper`` and ``launch_sm120_moe`` compile, fold, expand and validate at every call, cache weights by address, and add up

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call of one compiled kernel: its arguments by FlashInfer's names, and the launch that prepares the engine's routes."""
 
 from __future__ import annotations

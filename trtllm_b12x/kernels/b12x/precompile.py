@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile FlashInfer's kernels of one geometry into its cache, for cards not in this machine, in a separate process.
 
 The process describes the card to FlashInfer and collects the kernels that ``Compiler`` would build. A pool of forked processes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scratch memory of a geometry: one for all eager calls, and one for each captured graph."""
 
 from __future__ import annotations

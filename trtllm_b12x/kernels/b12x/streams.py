@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serialize b12x launches: one in flight per device, and one per captured graph.
 
 b12x kernels use a grid-wide barrier in memory and layers of a geometry share scratch memory, so two launches must not overlap.

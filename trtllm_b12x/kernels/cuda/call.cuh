@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arguments of a launch. `records.py` declares the same fields of Layer and Call, and writes `host_records.cuh`, which
 // checks that sizes and offsets agree.
 #pragma once

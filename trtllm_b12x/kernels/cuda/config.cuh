@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sizes of one launch that follow from `sizes.cuh`, and their limits, each with its message.
 #pragma once
 #include "matrix.cuh"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode of 1 to 64 tokens in one launch (``layer.cu``), on the engine's own tensors: NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
 
 Numerics are those of the Triton kernels. The docstring of ``triton/decode.py`` describes them.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A layer with many routes per expert (mma.sync, cp.async). Weights are decoded once for up to GROUP_ROUTES routes.
 //
 //   launch      is

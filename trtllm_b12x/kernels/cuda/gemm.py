@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with many routes per expert (``gemm.cu``): grouped products of 16-bit activations, for calls of any size.
 
 Kernels read the engine's own tensors in NVFP4, W4A16_NVFP4, MXFP4 and MXFP8, with the numerics of ``decode.py``. A call passes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The products of FC1 or FC2. A block's warps compute its list of tiles together, one tile after the other. A warp
 // computes 32 rows of a tile, in FC1 16 of up and the same 16 of gate, for all routes of the group.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sorts routes into groups, and arranges x in the order of products. A group is up to GROUP_ROUTES routes of an expert,
 // the columns of a tile's products. `sizes.cuh` has WARPS and BLOCKS_A_SM of fc1 and fc2, STAGES in flight per warp,
 // GROUP_ROUTES, and FEWEST_BLOCKS, the minimum number of blocks of fc1 and fc2.

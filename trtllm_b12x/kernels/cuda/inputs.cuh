@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Columns of a product: x (FC1) and h (FC2), in the registers of a warp that multiplies. Slices have separate code: h
 // in slices.cuh, x of ONE_TOKEN in one_token.cuh.
 //

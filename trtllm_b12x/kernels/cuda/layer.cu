@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A decode layer in one launch: FC1, activation, FC2 and the weighted sum over a token's routes, for 1 to MAX_TOKENS
 // (at most 64) tokens. It needs only features of SM12x: 99 KB of shared memory a block, mma.sync, cp.async, mbarriers.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two matrices of each expert: sizes, and positions of a tile's codes and scales. `variant.py` writes `sizes.cuh`,
 // and chooses the sizes that the layer does not determine. Number 1 in a name is FC1 (gate and up), 2 is FC2 (down).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decodes codes and block scales to operands of mma, bit for bit like triton/operands.py. Decoded values are exact in
 // bfloat16, and for NVFP4 in float16. FP4 comes out 2^-8 times as large, and sums are multiplied by 256. Slices take
 // undecoded codes: raw.cuh.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile CUDA C++ with the NVRTC that PyTorch brings. It needs no C compiler, no CUDA toolkit and no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The multiplying warps of a call of one token (ONE_TOKEN). Both products go by slices, see slices.cuh. The warps
 // request the first weights before the block knows its tasks.
 #pragma once

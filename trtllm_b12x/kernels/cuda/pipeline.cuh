@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A warp's ring of weights in shared memory. A lane copies (cp.async) the 16 bytes that it decodes later, so the ring
 // needs no producer and no barrier, only copy_wait and __syncwarp. The ring continues across tasks: FC2's weights are
 // in flight while FC1 computes.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tests whether mma.sync multiplies bfloat16 subnormals or takes them as zero. One warp multiplies all of them.
 #include "ptx.cuh"
 

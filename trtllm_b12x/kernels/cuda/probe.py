@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probe (``probe.cu``) whether a GPU's tensor cores multiply bfloat16 subnormals, which no manual says."""
 
 from __future__ import annotations

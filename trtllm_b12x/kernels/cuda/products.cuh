@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The warps that multiply: they copy weights, decode them, and hand products over to the warps that add.
 //
 // Columns of mma.m16n8k16: FC1 multiplies for all tokens of the call, but warps hand over only the columns of the

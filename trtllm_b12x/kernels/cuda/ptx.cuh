@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Instructions of SM90 and SM12x as functions, and nothing else. All inline assembly of the kernel is in this file:
 // another file with the same functions runs the kernel on a CPU (tests/emulator). Addresses of shared memory are 32-bit
 // (`shared_address`).

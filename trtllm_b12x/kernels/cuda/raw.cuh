@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Undecoded codes as operands of tensor cores, for slices (slices.cuh), and the factors of their sums.
 #pragma once
 #include "call.cuh"

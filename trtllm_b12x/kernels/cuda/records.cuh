@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The workspace, shared memory, and the words by which warps exchange routes and tasks.
 #pragma once
 #include "call.cuh"

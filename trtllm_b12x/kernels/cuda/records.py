@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of a launch: the fields of ``Layer`` and ``Call`` in ``call.cuh``, and their offsets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns ids and router weights into routes, slots and groups. Every block does so itself, and all must get the same
 // result. A call that does not gather has routes by token, and slots (experts with routes). A call that gathers has
 // groups of up to 8 routes of an expert.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One warp of each block takes tasks, and publishes them to the block's other warps in entries.
 //
 // A launch has phases: FC1, FC2, and in a call that gathers SUM. FC2's tasks wait for FC1's tasks, and SUM's for FC2's.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One warp turns router logits into a token's experts and router weights, in float32. Lane i gets route i, best first.
 //
 // SOFTMAX compares logits, since softmax keeps their order: softmax before or after the choice gives the same experts.

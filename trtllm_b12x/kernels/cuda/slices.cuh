@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // State of every multiplying warp, and its products for one token at a time: FC2 if SLICES2, and FC1 of ONE_TOKEN. A
 // token needs one of a product's eight columns. So the columns take slices of the token's x or h, which needs fewer
 // instructions.

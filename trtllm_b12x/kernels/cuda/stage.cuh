@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A stage of weights: HALVES1 or HALVES2 times 16 rows x 128 columns of one matrix (NARROW: 8 x 256), codes and block
 // scales. A warp copies it to its own shared memory, and reads it from there into registers. A lane copies (cp.async)
 // the 16 bytes of codes that it decodes later.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The warps that add. They add over warps that share a tile's columns, then activate (FC1) or write the output (FC2).
 //
 // Multiplying warps write products to buffers. The mbarriers full (WARPS arrivals) and empty (one) hand buffers over.

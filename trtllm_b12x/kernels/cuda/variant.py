@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compilations of ``layer.cu``: sizes that fit a multiprocessor, and the cache of cubins."""
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def variants(g: Geometry, form: Format, subnormals: bool = True) -> tuple[Varian
     if g.top_k > _MAX_TOP_K:
         raise ValueError(f"one launch takes at most {_MAX_TOP_K} experts a token, not {g.top_k}")
     if g.scoring is not None and g.scoring.kind == "softmax" and g.scoring.bias:
-        raise ValueError("one launch takes no bias with softmax: it is not known whether logits or probabilities get it")
+        raise ValueError("one launch does not take a bias with softmax: it is not known whether logits or probabilities get it")
     if g.scoring is not None and g.num_experts * g.ranks > MOST_SCORED:
         raise ValueError(f"one launch takes the logits of at most {MOST_SCORED} experts, not {g.num_experts * g.ranks}")
     taken = [tokens for tokens in TOKENS if tokens <= _most_apart(g) or tokens > _COLUMNS]

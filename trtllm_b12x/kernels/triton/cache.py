@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load a plan's kernels from Triton's cache. Kernels that the cache lacks are compiled into it first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile kernels into Triton's cache in several processes, without torch and without a GPU.
 
 Triton holds the interpreter's lock while it compiles, so threads do not help. ``fill`` runs this file as a program. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode kernels in Triton on 16-bit activations and the engine's tensors: experts in NVFP4, W4A16_NVFP4, MXFP4 and MXFP8.
 
 A call has three launches: sorting by expert, FC1 with its activation, and FC2 with the weighted sum. Launches do not depend

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two products of decode: FC1 with its activation, FC2 with the weighted sum over a token's routes.
 
 Sums are float32 in a fixed order, without atomic additions of floats. A route's results depend only on its own token. The last

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn sums into results: activations, and the shares of a token's routes."""
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)

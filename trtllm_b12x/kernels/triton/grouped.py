@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped kernels in Triton: block-scaled products for any number of tokens (``grouped_kernels.py``).
 
 They serve MXFP8 (W8A8), for which the engine has no path, at every token count, and NVFP4 (W4A4) besides CUTLASS, at counts where

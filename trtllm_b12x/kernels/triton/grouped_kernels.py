@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-scaled products for calls with many tokens per expert. Both operands have the same number format.
 
 A call has five launches. They quantize the tokens, sort the routes (``routing.py``), compute FC1 with its activation and quantize

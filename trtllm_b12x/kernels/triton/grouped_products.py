@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of the grouped kernels: they multiply a block of routes by weight rows, both as codes with scales."""
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base of the kernel families that Triton compiles.
 
 A plan's kernels come from Triton's cache (``cache.py``). Processes first compile the kernels that it lacks (``compile_pool.py``).

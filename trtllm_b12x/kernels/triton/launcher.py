@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch a call's kernels. If Triton's launchers are known, bypass the binder of Triton's JIT, which takes 30 us per kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Number formats in device code: E2M1, E4M3 and E8M0 to float32 and back, and the quantization of activations."""
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights and 16-bit inputs as the operands of tensor cores, in a column order that keeps every code in its lane.
 
 Weights are the engine's bytes: row-major codes, ``WORD`` in an int32, and scales of ``GROUP`` columns (``scales.py``). A word has
@@ -9,8 +10,8 @@ is exact in bfloat16 if bfloat16 has the exponent.
 A row is read in words. Two neighboring words of E2M1 lie in one block, and become eight pairs of 16-bit floats, one for each of
 eight products of ``BK / 8`` columns. Column ``2 b + p`` of product ``j`` is the row's ``16 b + 8 (j // 4) + 4 p + j % 4``. So a
 pair is the same nibble of a word's two halves, and every code stays in its lane. In MXFP8 two words become four pairs: column
-``2 b + p`` of product ``j`` is the row's ``8 b + 2 j + p``. ``split_inputs`` permutes the inputs identically. The sum over
-columns does not depend on the order.
+``2 b + p`` of product ``j`` is the row's ``8 b + 4 (j // 2) + 2 p + j % 2``. ``split_inputs`` permutes the inputs identically.
+The sum over columns does not depend on the order.
 
 If rows come in whole tiles of 128, a program takes a quarter of its rows from each quarter of a tile. The 128x4 layout puts rows
 32 apart beside each other, so the program's scales are contiguous.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sort routes by expert: into blocks of one expert each (decode), or into one list (grouped)."""
 
 # ruff: noqa: N803 (constants of a kernel in capitals, as Triton's own have them)

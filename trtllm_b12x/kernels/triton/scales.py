@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses of block scales: weights in the 128x4 layout or in rows (LINEAR), activations in rows of whole words of four.
 
 128x4: row ``r`` and block ``b`` in a matrix with ``B`` blocks is at ``(r // 128 * ceil(B / 4) + b // 4) * 512 + r % 32 * 16 +

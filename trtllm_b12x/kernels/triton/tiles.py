@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles of the decode kernels. Arithmetic proposes two or three sets for each number of tokens; a benchmark picks the fastest.
 
 A program reads a step of its rows while later steps are loading: ``num_stages - 1`` steps of codes, block scales and activations

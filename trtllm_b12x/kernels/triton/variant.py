@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One Triton kernel with its constants and compiler options."""
 
 from __future__ import annotations

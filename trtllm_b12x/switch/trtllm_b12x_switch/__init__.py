@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Install promotion for ``--custom_module_dirs``, where no ``.pth`` file is read: in the process with the option and its workers.
 
 TensorRT-LLM puts this folder's parent on ``sys.path`` and imports the folder by name. The parent must contain nothing else.

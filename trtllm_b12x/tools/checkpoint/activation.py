@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read the experts' activation from config.json."""
 
 from __future__ import annotations

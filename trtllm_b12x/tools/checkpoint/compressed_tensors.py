@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read the ``config_groups`` of compressed-tensors (llm-compressor) as TensorRT-LLM does.
 
 Rules and precedence are from ``update_quant_config_from_compressed_tensors`` (TensorRT-LLM, helper of

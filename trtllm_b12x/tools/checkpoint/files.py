@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read untrusted JSON, and the safetensors that TensorRT-LLM would load from a directory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The MoE layers of a checkpoint, and their tensors by TensorRT-LLM's names."""
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ _PROJECTIONS = (
 )
 """TensorRT-LLM's names of the projections to a checkpoint's names, by naming scheme."""
 
-_STACKED = ("packed", "scale", "global_scale", "input_global_scale", "zero_point", "shape")
-_STACKED_ELSEWHERE = tuple(f"_proj_{kind}" for kind in _STACKED)
-"""Suffixes of tensors in which compressed-tensors stacks all experts."""
+_STACKED_ELSEWHERE = re.compile(r".*_proj_(packed|scale|(input_)?global_scale|zero_point|shape)", re.DOTALL)
+"""Tensors in which compressed-tensors stacks all experts."""
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
 """Keys of config.json. The last three are from Step 3, from Hunyuan and LongCat, and from ERNIE 4.5."""
@@ -238,7 +238,7 @@ class Checkpoint:
             if other := next((name for name in self._files if ".experts." in name), None):
                 problem = f"its experts have names that verify does not know, such as {other}"
                 remedy = "export one tensor for each projection of an expert, such as experts.0.gate_proj.weight"
-            if other and other.endswith(_STACKED_ELSEWHERE):
+            if other and _STACKED_ELSEWHERE.fullmatch(other):
                 problem = f"its experts are stacked in compressed-tensors ({other}), which verify and TensorRT-LLM do not read"
                 if any(name.endswith("_input_global_scale") for name in self._files):
                     problem += "; vLLM 0.33 raises AttributeError at their input_global_scale"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read how a checkpoint is quantized."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describe how checkpoints store the matrices of each number format, one row per format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load one MoE layer as TensorRT-LLM does, run it on our kernels, and compare it with a float32 reference."""
 
 from trtllm_b12x.tools.options import Ranks

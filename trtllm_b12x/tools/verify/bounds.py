@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error bounds of a layer, as relative L2.
 
 Against the reference with the same rounding points, a sound kernel has an error of 0.004, a faulty kernel of 0.05 or more. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw activations and routes for the calls that verify a layer."""
 
 from __future__ import annotations

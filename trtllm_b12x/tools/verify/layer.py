@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verify one layer: load it as TensorRT-LLM does, run it, compare its numbers and its bytes."""
 
 from __future__ import annotations

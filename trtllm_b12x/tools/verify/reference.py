@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute an MoE layer in float32 from the checkpoint's own tensors, as the reference that kernels are compared with.
 
 It shares no code with the package's kernels, formats or engines. ``reference_formats.py`` decodes each format by definition.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode and quantize each number format from its definition, without the package's kernels or formats."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records of a verified layer; the JSON report has the same fields."""
 
 from __future__ import annotations

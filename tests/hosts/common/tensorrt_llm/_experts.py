@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of one expert as the quantization methods of every generation read them, by the layer's loading mode."""
 
 from trtllm_b12x.engines.trtllm.embedded.config import MoEWeightLoadingMode

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.ops.trtllm``: real operators, so that a compiler sees what it would see, over the embedded host's torch code."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of a call that all generations have in common: chunks, routing, communication, sum over the ranks."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layers and their wrappers of all generations have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulate TensorRT-LLM on machines without it: its MoE classes, call sequences and layouts in torch.
 
 The same code that runs inside TensorRT-LLM can thus be run, verified and debugged anywhere. This package emulates a CUTLASS

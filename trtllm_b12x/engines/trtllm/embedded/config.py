@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define the configuration records of the embedded TensorRT-LLM, under their original names.
 
 Sources (names and defaults): ``tensorrt_llm/quantization/mode.py``, ``models/modeling_utils.py``, ``mapping.py``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulate ``get_moe_cls``, ``create_moe_backend``, ``create_moe`` and ``ConfigurableMoE``, the wrapper that a model holds.
 
 Routing and the calls into the backend follow ``fused_moe/configurable_moe.py``, the exact-class tests follow

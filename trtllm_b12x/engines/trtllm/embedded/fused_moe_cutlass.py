@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulate ``CutlassFusedMoE`` of ``fused_moe/fused_moe_cutlass.py``, the class of the CUTLASS backend."""
 
 from __future__ import annotations

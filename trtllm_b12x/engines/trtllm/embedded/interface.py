@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Define ``MoE``, the module interface of ``fused_moe/interface.py``: sizes, ranks and slots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulate the ``torch.ops.trtllm.*`` operators of TensorRT-LLM in torch, on any device, with the same layouts and rounding.
 
 Sources: ``cpp/tensorrt_llm/kernels/quantization.cuh`` (``cvt_warp_fp16_to_fp4`` and the 128x4 scale layout),

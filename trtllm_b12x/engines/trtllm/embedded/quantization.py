@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Create and load weights as ``fused_moe/quantization.py`` of TensorRT-LLM does for CUTLASS.
 
 Hook names, their order, shapes and dtypes follow 1.2 and 1.3, with the row padding of 1.3 and, for ReLU2, the w1-only variant

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Route tokens: router logits to int32 expert ids and float32 weights (``fused_moe/routing.py`` of TensorRT-LLM)."""
 
 from __future__ import annotations

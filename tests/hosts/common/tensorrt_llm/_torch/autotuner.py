@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of the autotuner that a call reaches: a tactic for the shapes of an operator.
 
 Source: id 3648310208.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ModelConfig``: frozen after construction but for ``quant_config`` and ``extra_attrs``, as the host's."""
 
 from dataclasses import dataclass, field

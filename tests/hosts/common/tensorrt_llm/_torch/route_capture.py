@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Router Replay keeps the ids of each call, of layers that get some."""
 
 from .utils import get_model_extra_attrs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 import contextlib
 
 from trtllm_b12x.engines.trtllm.embedded.config import ActivationType, Fp4QuantizedTensor, is_gated_activation

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from trtllm_b12x.engines.trtllm.embedded.config import QuantAlgo, QuantConfig
 
 __all__ = ["QuantAlgo", "QuantConfig"]

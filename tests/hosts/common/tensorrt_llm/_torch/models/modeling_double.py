@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model file: it binds ``create_moe`` at import, as Qwen3-MoE's does."""
 
 import torch

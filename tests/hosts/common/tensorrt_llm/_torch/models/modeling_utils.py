@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of architectures that is handed to the workers."""
 
 MODEL_CLASS_MAPPING = {}

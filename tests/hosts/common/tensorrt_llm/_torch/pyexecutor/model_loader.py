@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which a model comes to be: built on meta tensors, or anew if that fails; moved; loaded by many threads; walked.
 
 Source: ``ModelLoader.load`` of every generation (ids 57588011916 and 56800572848 of the code index), and ``MetaInitMode`` of
