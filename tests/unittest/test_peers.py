@@ -76,7 +76,7 @@ def test_what_is_lacking_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         marlin.lacks(geglu, tmp_path) == triton_kernels.lacks(geglu, tmp_path) == "this comparison has no MXFP8 layer with Geglu"
     )
     nemotron = Geometry(512, 22, 1024, 2688, "Swiglu")
-    assert triton_kernels.lacks(nemotron, tmp_path) == "its routing takes no top 22"
+    assert triton_kernels.lacks(nemotron, tmp_path) == "its routing does not support top 22"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
     assert triton_kernels.lacks(QWEN, tmp_path) == "vLLM runs it on capability 9.0 to 10.x, this is 12.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
