@@ -235,6 +235,8 @@ write()
 
 HARNESS = """
 import sys
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
 from pathlib import Path
 from benchmarks.served import __main__ as served, report, sides
 from tests.unittest import test_served as t
