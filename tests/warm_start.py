@@ -178,7 +178,7 @@ def _on(card: dict[str, int]) -> Iterator[None]:
 def _plan(family: str, geometry: Any, capacity: int, card: dict[str, int]) -> None:
     import torch
 
-    from trtllm_b12x.kernels import routes
+    from trtllm_b12x.kernels.b12x import routes
     from trtllm_b12x.kernels.catalog import KERNELS
 
     if family == "routes":  # a few small kernels

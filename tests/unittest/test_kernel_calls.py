@@ -14,7 +14,8 @@ from tests import forks, mxfp8
 from tests.nvfp4_layer import elsewhere, random_call, random_layer
 from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.formats.nvfp4 import InputScales
-from trtllm_b12x.kernels import Geometry, Kernel, MoECall, routes
+from trtllm_b12x.kernels import Geometry, Kernel, MoECall
+from trtllm_b12x.kernels.b12x import routes
 from trtllm_b12x.kernels.b12x.kernel import B12xKernel
 from trtllm_b12x.kernels.call import of_logits
 from trtllm_b12x.kernels.cards import Card
@@ -25,6 +26,7 @@ from trtllm_b12x.kernels.reference import (
     ReferenceKernel,
     UnquantizedReferenceKernel,
 )
+from trtllm_b12x.kernels.routes import ID_TYPES, ExpertRange, of_known_types
 from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP8Kernel
 from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
 from trtllm_b12x.kernels.triton.jit import JitKernel
@@ -159,7 +161,7 @@ def on(device: str) -> dict[str, list[list[float]]]:
     found: dict[str, list[list[float]]] = {}
     router_weights = torch.arange(1, len(IDS) + 1, device=device) / 8
     for unrouted in (-1, 0):
-        table = routes.ExpertRange(FIRST, EXPERTS, unrouted)
+        table = ExpertRange(FIRST, EXPERTS, unrouted)
         for ids_type in (torch.int32, torch.int64):
             for scales_type in (torch.float32, torch.bfloat16, torch.float16):
                 ids = torch.tensor(IDS, device=device, dtype=ids_type)
@@ -180,7 +182,7 @@ def divisors_on(device: str) -> dict[str, list[list[float]]]:
     for fc2 in (torch.tensor(3.7, device=device), torch.rand(experts, device=device) + 0.1):
         derived = InputScales(torch.tensor(0.037, device=device), fc2, *torch.zeros(2, experts, device=device))
         given = (derived.fc1_divisor, derived.fc2_divisor)
-        table, out = routes.ExpertRange(0, experts), torch.empty(3, 8, dtype=torch.int32, device=device)
+        table, out = ExpertRange(0, experts), torch.empty(3, 8, dtype=torch.int32, device=device)
         floats = torch.empty(8, device=device)
         results = []
         for launch in (
@@ -229,8 +231,8 @@ def test_ids_of_every_integer_type_keep_their_value(dtype: torch.dtype) -> None:
     if dtype == torch.uint32:
         ids[0, 0] = 2**32 - 1
         expected[0][0] = -1
-    known, router_weights = routes.of_known_types(ids, torch.ones(2, 2, dtype=torch.float16))
-    assert known.dtype in routes.ID_TYPES
+    known, router_weights = of_known_types(ids, torch.ones(2, 2, dtype=torch.float16))
+    assert known.dtype in ID_TYPES
     assert router_weights.dtype is torch.float32
-    local = routes.ExpertRange(4, 4).local(known)
+    local = ExpertRange(4, 4).local(known)
     assert (local.dtype, local.tolist()) == (torch.int32, expected)

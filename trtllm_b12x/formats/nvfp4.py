@@ -121,7 +121,7 @@ class InputScales:
 
     @torch.inference_mode()  # a tensor created in inference mode can only be written in that mode
     def derive(self) -> None:
-        """Write the divisors in place, without synchronizing; ``trtllm_b12x.kernels.routes.prepare`` does the same on a GPU."""
+        """Write the divisors in place, without synchronizing; on a GPU ``kernels.b12x.routes.prepare`` does the same."""
         torch.reciprocal(self.fc31_input_scale.expand_as(self.fc1_divisor), out=self.fc1_divisor)
         torch.reciprocal(self.fc2_input_scale.expand_as(self.fc2_divisor), out=self.fc2_divisor)
 

@@ -15,7 +15,8 @@ import torch
 
 from trtllm_b12x.core import child
 
-from . import Geometry, Kernel, PlanError, first_line, routes
+from . import Geometry, Kernel, PlanError, first_line
+from .b12x import precompile, routes
 from .cards import Card
 from .cuda import variant as cuda
 from .cuda.decode import CudaKernel
@@ -118,8 +119,6 @@ def _fill_cuda(task: CompileTask, cards: Sequence[Card], report: Report, before:
 
 def _fill_flashinfer(task: CompileTask, cards: Sequence[Card], report: Report, before: int, workers: int) -> int:
     """Compile FlashInfer's kernels for one geometry. Return the number of kernels."""
-    from .b12x import precompile
-
     counts = sorted({card.multiprocessors for card in cards})
     request = {"target": f"sm_{cards[0].capability}a", "multiprocessors": counts, "capacity": task.capacity}
     request |= {"processes": workers, "geometry": precompile.fields(task.geometry)}

@@ -24,13 +24,14 @@ from trtllm_b12x.core.log import logger
 from trtllm_b12x.decision import OLDEST_FLASHINFER, families, version_tuple
 from trtllm_b12x.formats import constants
 from trtllm_b12x.formats.nvfp4 import NVFP4Weights
-from trtllm_b12x.kernels import Geometry, MoECall, routes
+from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.cards import card_of, warmup_command
 from trtllm_b12x.kernels.plans import Plan, PlannedKernel
 from trtllm_b12x.kernels.reference import ReferenceKernel
+from trtllm_b12x.kernels.routes import ExpertRange
 from trtllm_b12x.kernels.self_test import Run, SelfTestCase, SelfTestResult, run_self_test
 
-from . import precompile
+from . import precompile, routes
 from .compiler import DISPATCH, Candidate, Compiler, sizes
 from .launch import DIRECT_MICRO
 from .scratch import Scratch, fitting
@@ -101,7 +102,7 @@ class B12xKernel(PlannedKernel):
         self.first_expert = first_expert
         self._bound = self._bind_to(self._plan.scratch)
         count = self.geometry.num_experts
-        self._tables = {True: routes.ExpertRange(first_expert, count), False: routes.ExpertRange(first_expert, count, unrouted=0)}
+        self._tables = {True: ExpertRange(first_expert, count), False: ExpertRange(first_expert, count, unrouted=0)}
 
     def _bind_to(self, scratch: Scratch) -> dict[str, list[Any]]:
         signatures = {c.kind.name: c.signature for candidates in self._plan.candidates.values() for c in candidates}

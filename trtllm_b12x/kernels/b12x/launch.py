@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from trtllm_b12x.formats.nvfp4 import InputScales, NVFP4Weights
-from trtllm_b12x.kernels import MoECall, routes
+from trtllm_b12x.kernels import MoECall
+from trtllm_b12x.kernels.routes import ExpertRange
 
+from . import routes
 from .scratch import Scratch
 
 _OF_THE_CALL = ("x", "ids", "router_weights", "out")
@@ -127,7 +129,7 @@ class Candidate:
         return self.signature.kind
 
     def launch(
-        self, bound: list[Any], scratch: Scratch, table: routes.ExpertRange, input_scales: InputScales | None, call: MoECall
+        self, bound: list[Any], scratch: Scratch, table: ExpertRange, input_scales: InputScales | None, call: MoECall
     ) -> None:
         """Launch a prepared call, with ``bound`` from ``Signature.bind``."""
         rows = call.ids.numel()

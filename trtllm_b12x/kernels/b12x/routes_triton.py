@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of ``trtllm_b12x.kernels.routes``, which imports this module on machines with a GPU."""
+"""The Triton kernel of ``routes.py``, which imports this module at the first launch."""
 
 # mypy: disable-error-code="no-untyped-def"
 
