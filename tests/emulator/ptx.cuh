@@ -7,7 +7,6 @@
 #define UNROLL
 #define ROLLED
 #define EACH(i, count) for (int i = 0; i < count; i++)
-#define OFFSET_OF(record, field) __builtin_offsetof(record, field)
 #define __device__
 #define __global__
 #define __forceinline__ inline

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arguments of a launch. `records.py` declares the same fields of Layer and Call, and writes `host_records.cuh`, which
-// checks that sizes and offsets agree.
+// Arguments of a launch. `records.py` reads the fields of Layer and Call here: pointers and int.
 #pragma once
 #include "numbers.cuh"
 
@@ -27,8 +26,6 @@ struct Call {
   int weight_type;  // router weights, or logits: 0 float32, 1 bfloat16
   int swizzled;     // x_sf lies in 128x4 tiles
 };
-
-#include "host_records.cuh"
 
 // ---- routes
 DEVICE int local_expert(const Layer& layer, long long id) {

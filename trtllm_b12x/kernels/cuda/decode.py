@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,13 +21,13 @@ from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import Geometry, MoECall, driver
 from trtllm_b12x.kernels import reference as in_torch
-from trtllm_b12x.kernels.cards import Card, warmup_command
-from trtllm_b12x.kernels.plans import OwnKernel, Plan
+from trtllm_b12x.kernels.cards import warmup_command
+from trtllm_b12x.kernels.plans import Plan
 from trtllm_b12x.kernels.self_test import SelfTestResult, run_quick_self_test
 
 from . import records
 from .probe import PROBE, takes_subnormals
-from .variant import MOST_BLOCKS, SPIN_SECONDS, TOKENS, Variant, load, variants
+from .variant import MOST_BLOCKS, SPIN_SECONDS, TOKENS, NvrtcKernel, Variant, load, variants
 
 _HEADER = 1024  # bytes of counters at a workspace's start, which begin as zeros; the filled rest begins as ones
 _INT32, _FLOAT32 = torch.int32, torch.float32
@@ -51,7 +50,7 @@ class LaunchPlan(Plan):
     """Number of tokens of a launch that did not end and stopped itself, else 0. The kernel writes it to this host memory."""
 
 
-class CudaKernel(OwnKernel):
+class CudaKernel(NvrtcKernel):
     """Decode of NVFP4 layers."""
 
     features = families.cuda(Environment())
@@ -64,10 +63,6 @@ class CudaKernel(OwnKernel):
     _gathering: dict[tuple[int, ...], _Form]  # the same for the variant that gathers
     _at: int  # index of the weights' device
 
-    @classmethod
-    def runs_on(cls, device: torch.device) -> bool:
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Compile the variants, or share what another layer compiled."""
         self.describe(geometry, capacity, device)
@@ -75,18 +70,11 @@ class CudaKernel(OwnKernel):
 
     def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         super().describe(geometry, min(capacity, TOKENS[-1]), device)
-        self.target = f"sm_{self.card.capability}a"
         self._variants = variants(geometry, self.number_format())
 
     def variants(self) -> tuple[Variant, ...]:
         """Return the variants for cards whose tensor cores take bfloat16 subnormals. ``_make_plan`` probes its card."""
         return self._variants
-
-    @classmethod
-    def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
-        kernel = cls(card)
-        kernel.describe(geometry, TOKENS[-1], torch.device("cuda"))
-        return (variant.assembled(kernel.target) for variant in kernel.variants()[:1])  # the others are the same source
 
     def _make_plan(self) -> LaunchPlan:
         started, needed = time.monotonic(), self.variants()
@@ -141,9 +129,6 @@ class CudaKernel(OwnKernel):
 
     def serves(self, tokens: int) -> bool:
         return self._plan.tested and super().serves(tokens) and (not self.gathers or 1 < tokens <= self._most_apart)
-
-    def summary(self) -> tuple[str, ...]:
-        return (*super().summary(), *self._pending())
 
     def run(self, call: MoECall) -> torch.Tensor:
         x, ids, router_weights, x_sf, swizzled, given, _, logits, bias, padding = call

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,12 +21,12 @@ from trtllm_b12x.decision import Environment, families
 from trtllm_b12x.formats import constants
 from trtllm_b12x.kernels import Geometry, Kernel, MoECall, driver
 from trtllm_b12x.kernels import reference as in_torch
-from trtllm_b12x.kernels.cards import Card, card_of, warmup_command
-from trtllm_b12x.kernels.plans import OwnKernel, Plan
+from trtllm_b12x.kernels.cards import card_of, warmup_command
+from trtllm_b12x.kernels.plans import Plan
 from trtllm_b12x.kernels.self_test import QUICK_EXPERTS, SelfTestResult, run_quick_self_test
 
 from . import records
-from .variant import Variant, check_sizes, load, sizes_of_layer
+from .variant import NvrtcKernel, Variant, check_sizes, load, sizes_of_layer
 
 SOURCE = "gemm.cu"
 KERNELS = ("prepare", "fc1", "fc2", "sum")
@@ -71,22 +70,20 @@ _ENDS = (8, 24, 48)
 @dataclass
 class GemmPlan(Plan):
     functions: dict[Shape, dict[str, driver.Function]]
-    sizes: dict[Shape, list[int]] = field(default_factory=dict)
+    sizes: dict[Shape, list[int]] = field(init=False)
     """Constants of each shape's module, see ``_SIZES``."""
+
+    def __post_init__(self) -> None:
+        self.sizes = {shape: list(map(of["fc1"].module.constant, _SIZES)) for shape, of in self.functions.items()}
 
     def bytes_of(self, shape: Shape, tokens: int, top_k: int) -> int:
         """Return a launch's bytes of scratch memory."""
-        fixed, of_token, of_route, of_share, halved = self.sizes_of(shape)
+        fixed, of_token, of_route, of_share, halved = self.sizes[shape]
         routes = tokens * top_k
         return fixed + tokens * of_token + routes * of_route + routes * of_share * (2 if routes <= halved else 1)
 
-    def sizes_of(self, shape: Shape) -> list[int]:
-        if shape not in self.sizes:
-            self.sizes[shape] = list(map(self.functions[shape]["fc1"].module.constant, _SIZES))
-        return self.sizes[shape]
 
-
-class GemmKernel(OwnKernel):
+class GemmKernel(NvrtcKernel):
     """Grouped products of NVFP4 layers."""
 
     features = families.gemm(Environment())
@@ -96,10 +93,6 @@ class GemmKernel(OwnKernel):
     _plan: GemmPlan
     _launches: dict[Shape, list[tuple[Any, ...]]]
     """Launches of unquantized and of quantized input, by shape."""
-
-    @classmethod
-    def runs_on(cls, device: torch.device) -> bool:
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def plan(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
         """Compile the shapes that calls of up to ``capacity`` tokens take, or share what another layer compiled."""
@@ -111,7 +104,6 @@ class GemmKernel(OwnKernel):
         check_sizes(geometry, self.number_format())
         if geometry.num_experts > _MOST_EXPERTS:
             raise ValueError(f"gemm takes at most {_MOST_EXPERTS} experts, not {geometry.num_experts}")
-        self.target = f"sm_{self.card.capability}a"
 
     # ---- shapes
 
@@ -152,12 +144,6 @@ class GemmKernel(OwnKernel):
         return Variant(f"gemm, {shape}", SOURCE, shape.routes, tuple(sizes.items()))
 
     @classmethod
-    def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
-        kernel = cls(card)
-        kernel.describe(geometry, MOST_ROUTES, torch.device("cuda"))
-        return (variant.assembled(kernel.target) for variant in kernel.variants()[:1])  # the others are the same source
-
-    @classmethod
     def compile_ahead(cls, planned: Sequence[tuple[type[Kernel], int]], geometry: Geometry, device: torch.device) -> int:
         kernel = cls(card_of(device))
         kernel.describe(geometry, dict(planned)[cls], device)
@@ -169,9 +155,9 @@ class GemmKernel(OwnKernel):
         with torch.cuda.device(self.device):
             torch.cuda.current_stream()  # makes the context that modules are loaded into
             modules = map(driver.Module, load(self.variants(), self.target, warmup_command(self.geometry, self.card)))
-            functions = {shape: functions_of(module) for shape, module in zip(shapes, modules, strict=True)}
-        logger.info("gemm kernels for %s: %d in %.1f s", self.geometry, len(functions), time.monotonic() - started)
-        return GemmPlan(functions)
+            plan = GemmPlan({shape: functions_of(module) for shape, module in zip(shapes, modules, strict=True)})
+        logger.info("gemm kernels for %s: %d in %.1f s", self.geometry, len(shapes), time.monotonic() - started)
+        return plan
 
     def bind(self, weights: Any, first_expert: int = 0) -> None:
         unused = constants.filled(0, (1,), weights.device)  # no launch waits, so none is stopped
@@ -211,15 +197,12 @@ class GemmKernel(OwnKernel):
         tested = self._plan.tested or (self._plan.untestable and self.features.every_count)
         return tested and super().serves(tokens) and (self.held is None or self.held in self.proposals(tokens))
 
-    def summary(self) -> tuple[str, ...]:
-        return (*super().summary(), *self._pending())
-
     def scratch_bytes(self, tokens: int) -> int:
         plan, top_k, tokens = self._plan, self.geometry.top_k, min(tokens, self.capacity, self._most_tokens)
         sizes = []
         for shape in plan.functions:
             # The largest call whose routes have two shares may need more memory than a larger call.
-            halved = min(tokens, plan.sizes_of(shape)[-1] // top_k)
+            halved = min(tokens, plan.sizes[shape][-1] // top_k)
             sizes += [plan.bytes_of(shape, count, top_k) for count in (tokens, halved)]
         return max(sizes)
 

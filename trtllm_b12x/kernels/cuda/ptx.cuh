@@ -16,7 +16,6 @@ typedef unsigned long long u64;
 #define EACH(i, count) \
   UNROLL               \
   for (int i = 0; i < count; i++)
-#define OFFSET_OF(record, field) __INTADDR__(&((record*)0)->field)  // NVRTC has no offsetof
 
 // ---- launch
 // Returns the dynamic shared memory of a block.

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a launch: the fields of ``Layer`` and ``Call`` in ``call.cuh``, and their offsets."""
+"""Arguments of a launch: ``Layer`` and ``Call``, with the fields that ``call.cuh`` declares."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,23 +15,20 @@ from trtllm_b12x.kernels import Geometry
 from trtllm_b12x.kernels.layer_tensors import check, scalars_of, scales_in_memory
 
 
-def _fields(pointers: str, integers: str) -> list[tuple[str, Any]]:
-    return [(name, ctypes.c_void_p) for name in pointers.split()] + [(name, ctypes.c_int) for name in integers.split()]
+def _fields(record: str) -> list[tuple[str, Any]]:
+    """Return the fields of a struct in ``call.cuh``, which are pointers and ``int``."""
+    text = re.sub("//.*", "", Path(__file__).with_name("call.cuh").read_text(encoding="utf-8"))
+    declarations = text.partition(f"struct {record} {{")[2].partition("}")[0].split(";")[:-1]
+    kinds = {each: ctypes.c_void_p if "*" in each else {"int": ctypes.c_int}[each.split()[0]] for each in declarations}
+    return [(name, kind) for each, kind in kinds.items() for name in re.findall(r"\w+(?=,|$)", each)]
 
 
 class Layer(ctypes.Structure):
-    """Addresses of a layer's tensors."""
-
-    _fields_ = _fields(
-        "w1 s1 alpha1 halves1 input1 w2 s2 alpha2 input2 bias1 bias2 swiglu_alpha swiglu_beta swiglu_limit stuck",
-        "step1 step2 first",
-    )
+    _fields_ = _fields("Layer")
 
 
 class Call(ctypes.Structure):
-    """Addresses of a call's tensors, their number of tokens, dtypes and layout."""
-
-    _fields_ = _fields("x x_sf ids router_weights padding out workspace", "tokens wide_ids weight_type swizzled")
+    _fields_ = _fields("Call")
 
 
 def layers_of(
@@ -53,15 +52,3 @@ def layers_of(
 
 CALL = struct.Struct("".join("P" if kind is ctypes.c_void_p else "i" for _, kind in Call._fields_))
 """Packed fields of ``Call``. A launch writes them within a microsecond."""
-
-
-def checks() -> str:
-    """Return ``host_records.cuh``, which checks that ``call.cuh`` has the sizes and offsets of this file's records."""
-    text = ""
-    for record in (Layer, Call):
-        name = record.__name__
-        text += f'static_assert(sizeof({name}) == {ctypes.sizeof(record)}, "{name} has another size on the host");\n'
-        for field, *_ in record._fields_:
-            at, message = getattr(record, field).offset, f"{name}::{field} lies elsewhere on the host"
-            text += f'static_assert(OFFSET_OF({name}, {field}) == {at}, "{message}");\n'
-    return text

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from abc import abstractmethod
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -18,9 +20,11 @@ from trtllm_b12x.environment import triton
 from trtllm_b12x.formats import BY_TURNS, ROWS, Format
 from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.kernels import Geometry, PlanError
+from trtllm_b12x.kernels.cards import Card
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS, ORDERS
+from trtllm_b12x.kernels.plans import OwnKernel
 
-from . import nvrtc, records
+from . import nvrtc
 
 _SOURCE = "layer.cu"
 TOKENS = (1, 2, 4, 8, 64)
@@ -82,7 +86,32 @@ class Variant(Compilation):
 
     def files(self) -> dict[str, str]:
         sizes = [f"constexpr {type(value).__name__} {name} = {str(value).lower()};\n" for name, value in self.sizes]
-        return {**sources(self.source), "sizes.cuh": "#pragma once\n" + "".join(sizes), "host_records.cuh": records.checks()}
+        return {**sources(self.source), "sizes.cuh": "#pragma once\n" + "".join(sizes)}
+
+
+class NvrtcKernel(OwnKernel):
+    target: str
+    """Architecture that the kernel is compiled for (``sm_120a``)."""
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    @abstractmethod
+    def variants(self) -> tuple[Variant, ...]: ...
+
+    def describe(self, geometry: Geometry, capacity: int, device: torch.device) -> None:
+        super().describe(geometry, capacity, device)
+        self.target = f"sm_{self.card.capability}a"
+
+    @classmethod
+    def assembled(cls, geometry: Geometry, card: Card, directory: Path) -> Iterator[str]:
+        kernel = cls(card)
+        kernel.describe(geometry, TOKENS[-1], torch.device("cuda"))
+        return (variant.assembled(kernel.target) for variant in kernel.variants()[:1])  # the others are the same source
+
+    def summary(self) -> tuple[str, ...]:
+        return (*super().summary(), *self._pending())
 
 
 def _texts(*names: str) -> dict[str, str]:
