@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from tests import emulator
 from tests.emulator import Order, machine
 from tests.nvfp4_layer import distance, random_call
-from tests.unittest.test_cuda_emulated import BOUND, first_expert, one_token, weights_of
+from tests.unittest.test_cuda_emulated import BOUND, first_expert, in_any_order, one_token, weights_of
 from trtllm_b12x.formats import BY_TURNS, ROWS, WeightLayout
 from trtllm_b12x.formats.geometry import Scoring
 from trtllm_b12x.kernels import Geometry, MoECall
@@ -89,8 +88,7 @@ def expected(geometry: Geometry, call: MoECall) -> torch.Tensor:
     return reference.run(call).float()
 
 
-@pytest.mark.parametrize("steps", [0, 0.5], ids=["", "ties"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.bfloat16, 0), (torch.float32, 0.5)], ids=["bfloat16", "float32, ties"])
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.all) if "softmax over" in name or name.endswith("is") else name for name in LAYERS],
@@ -105,13 +103,9 @@ def test_numbers(name: str, dtype: torch.dtype, steps: float) -> None:
 def test_one_token(name: str) -> None:
     """Of layers of 1,920 columns or more: see ``one_token.cuh``."""
     geometry = LAYERS[name]
-    kernel = one_token(geometry, weights=weights_of(replace(geometry, scoring=None)))
-    call = draw(geometry, 1)
-    first = kernel.run(call)
-    assert distance(first, expected(geometry, call)) < BOUND
-    for seed in range(1, 6):
-        machine.order = Order.drawn(seed, random.Random(seed).randint(1, 5))
-        assert torch.equal(kernel.run(call), first), machine.order
+    weights, call = weights_of(replace(geometry, scoring=None)), draw(geometry, 1)
+    found = in_any_order(lambda blocks: one_token(geometry, blocks, weights=weights), call, 3)
+    assert distance(found, expected(geometry, call)) < BOUND
 
 
 def test_a_router_weight_that_is_large() -> None:
@@ -169,7 +163,7 @@ def test_rows_of_padding(name: str) -> None:
         planned(geometry).run(call._replace(padding=mask[:2]))
 
 
-@pytest.mark.parametrize("value", [0.0, -torch.inf, 100.0, -100.0], ids=str)
+@pytest.mark.parametrize("value", [0.0, -torch.inf, 100.0], ids=str)
 def test_rows_of_equal_logits(value: float) -> None:
     """The first experts are chosen, with equal weights; minus infinity everywhere has no weights."""
     geometry = LAYERS["softmax"]
@@ -212,16 +206,11 @@ def test_numbers_of_experts(experts: int, top_k: int) -> None:
 def test_any_order() -> None:
     geometry = LAYERS["sigmoid, a bias, a factor"]
     for tokens in TOKENS:
-        call = draw(geometry, tokens)
-        first = planned(geometry).run(call)
-        for seed in range(1, 5):
-            blocks, resident = random.Random(seed).choice(((1, 1), (2, 1), (3, 3)))
-            machine.order = Order.drawn(seed, resident)
-            assert torch.equal(planned(geometry, blocks).run(call), first), machine.order
+        in_any_order(functools.partial(planned, geometry), draw(geometry, tokens), 3)
         machine.order = Order()
 
 
-@pytest.mark.parametrize("name", ["softmax", "sigmoid, a bias, a factor"])
+@pytest.mark.parametrize("name", ["sigmoid, a bias, a factor"])
 def test_self_test(name: str) -> None:
     kernel = planned(LAYERS[name])
     results = run_quick_self_test(kernel, kernel.reference(), 0, {tokens: [kernel] for tokens in TOKENS})

@@ -26,7 +26,6 @@ BOUND = 0.0028
 """Relative L2 of bfloat16's rounding of the activation's result and of the output, and of float16's of the shares."""
 SMALL, TALL = Shape(16, 2, 1), Shape(40, 5, 2)
 """Groups of 16 routes; and of 40, with a number of warps that divides nothing, in twice as many blocks."""
-TOKENS = (1, 9, 45)
 
 
 @functools.cache
@@ -46,15 +45,22 @@ def expected(geometry: Geometry, call: MoECall) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("shape", [SMALL, TALL], ids=str)
-@pytest.mark.parametrize("name", LAYERS)
-def test_numbers(name: str, shape: Shape, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(name, shape, marks=pytest.mark.all if (number + place) % 2 else ())
+        for number, name in enumerate(LAYERS)
+        for place, shape in enumerate((SMALL, TALL))
+    ],
+    ids=str,
+)
+def test_numbers(name: str, shape: Shape) -> None:
     geometry = LAYERS[name]
-    call = draw(geometry, tokens)
-    found = emulator.run(planned(geometry, shape), call)
-    assert found.dtype is geometry.dtype
-    assert distance(found, expected(geometry, call)) < BOUND
+    for tokens in (1, 9, 45):
+        call = draw(geometry, tokens)
+        found = emulator.run(planned(geometry, shape), call)
+        assert found.dtype is geometry.dtype
+        assert distance(found, expected(geometry, call)) < BOUND, tokens
 
 
 @pytest.mark.parametrize("name", ["NVFP4", "MXFP4 in odd rows", "MXFP8 in tiles"])
@@ -62,7 +68,7 @@ def test_any_order(name: str) -> None:
     """The same bits in every order, by any number of blocks, and whether or not FC2's columns are halved."""
     geometry, call = LAYERS[name], draw(LAYERS[name], 23)
     whole = emulator.run(planned(geometry), call)
-    for seed in range(1, 9):
+    for seed in range(1, 5):
         drawn = random.Random(seed)
         resident = drawn.choice((1, 2, 9))
         machine.order = Order.drawn(seed, resident)
@@ -110,10 +116,9 @@ def test_no_route_is_here() -> None:
     assert not emulator.run(planned(geometry), MoECall(x, ids, router_weights)).any()  # this rank's experts are the second half
 
 
-@pytest.mark.parametrize("name", ["NVFP4", "MXFP4"])
-def test_a_long_call_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_call_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts have the same bits as the whole call."""
-    geometry, call = LAYERS[name], draw(LAYERS[name], 300)
+    geometry, call = LAYERS["NVFP4"], draw(LAYERS["NVFP4"], 300)
     whole = emulator.run(planned(geometry), call)
     monkeypatch.setattr(gemm, "MOST_ROUTES", 128 * geometry.top_k)
     assert torch.equal(emulator.run(planned(geometry), call), whole)
@@ -147,17 +152,15 @@ def test_a_call_allocates_nothing_but_scratch_memory() -> None:
         assert len(made.names) == count
 
 
-@pytest.mark.parametrize("tokens", [3, 20])
-def test_routes_of_other_types(tokens: int) -> None:
+def test_routes_of_other_types() -> None:
     geometry = LAYERS["NVFP4"]
-    x, ids, router_weights = random_call(geometry, tokens)
+    x, ids, router_weights = random_call(geometry, 20)
     call = MoECall(x, ids.long(), router_weights.bfloat16())
     plain = MoECall(x, ids.int(), router_weights.bfloat16().float())
     assert torch.equal(emulator.run(planned(geometry), call), emulator.run(planned(geometry), plain))
 
 
-@pytest.mark.parametrize("swizzled", [True, False])
-@pytest.mark.parametrize("name", ["NVFP4", "NVFP4 float16"])
+@pytest.mark.parametrize(("name", "swizzled"), [("NVFP4", True), ("NVFP4 float16", False)])
 def test_input_that_arrives_quantized(name: str, swizzled: bool) -> None:
     geometry, tokens = LAYERS[name], 20
     layer = random_layer(geometry, ratio=True)
@@ -182,8 +185,7 @@ def test_values_of_any_size(size: float) -> None:
     assert distance(large / size, plain) < BOUND
 
 
-@pytest.mark.parametrize("name", ["MXFP4 in tiles", "MXFP8"])
-@pytest.mark.parametrize("power", [-30, 15])
+@pytest.mark.parametrize(("name", "power"), [("MXFP4 in tiles", 15), ("MXFP8", -30)])
 def test_block_scales_far_from_one(name: str, power: int) -> None:
     """Of MXFP4 the one launch takes none above 2**9."""
     geometry, weights = LAYERS[name], weights_of(LAYERS[name])
@@ -219,8 +221,7 @@ def test_extremes_of_mxfp4s_scales(byte: int, usable: bool) -> None:
         assert not found[routed, 3].isfinite().any()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["W4A16", "MXFP4 in tiles"])
+@pytest.mark.parametrize(("name", "value"), [("W4A16", float("inf")), ("MXFP4 in tiles", float("nan"))])
 def test_a_token_that_is_not_a_number(name: str, value: float) -> None:
     """It leaves the others as they are, also where stored rows are longer than a token."""
     geometry, call = LAYERS[name], draw(LAYERS[name], 20)
@@ -256,18 +257,9 @@ MISSING: dict[str, tuple[tuple[str, str, str], str]] = {
     ),
     "the list is there for all": (("gemm_products.cuh", "    __syncthreads();\n  }", "  }"), "a copy|a race"),
     "FC2 waits for h": (("gemm_products.cuh", "if (phase == FC2) wait_for_launch_ahead();", ""), BITS),
-    "the sum waits for shares": (
-        ("gemm.cu", "const Workspace w(call);\n  wait_for_launch_ahead();", "const Workspace w(call);"),
-        BITS,
-    ),
-    "columns beyond the last are zeros": (
-        ("gemm_products.cuh", "const bool there = WHOLE ||", "const bool there = true ||"),
-        BITS,
-    ),
-    "routes beyond the last are not written": (
-        ("gemm_products.cuh", "if (8 * n + 2 * t + j < (int)of.routes())", "if (true)"),
-        BITS,
-    ),
+    "the sum waits for shares": (("gemm.cu", "w(call);\n  wait_for_launch_ahead();", "w(call);"), BITS),
+    "columns beyond the last are zeros": (("gemm_products.cuh", "bool there = WHOLE ||", "bool there = true ||"), BITS),
+    "routes beyond the last are not written": (("gemm_products.cuh", "if (8 * n + 2 * t + j < (int)of.routes())", ""), BITS),
     "tokens of the next tile": (
         ("gemm_products.cuh", "const Tile next = tile_at(of_routes.tile + 1);", "const Tile next = tile_at(of_routes.tile);"),
         BITS,
@@ -293,8 +285,10 @@ def test_what_is_missing_shows(missing: str) -> None:
     for seed in range(12):
         machine.order = replace(Order.drawn(seed, 4), races=seed % 2 == 0)
         try:
-            if not torch.equal(emulator.run(changed, call), first):
-                found.add(BITS)
+            text = "" if torch.equal(emulator.run(changed, call), first) else BITS
         except FaultError as fault:
-            found.add(str(fault).split(": ", 1)[1])
-    assert any(text.startswith(each) for text in found for each in sign.split("|")), found
+            text = str(fault).split(": ", 1)[1]
+        if text.startswith(tuple(sign.split("|"))):
+            return
+        found.add(text)
+    pytest.fail(f"{sign} in no order of 12, but {found}")
