@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,9 @@ from trtllm_b12x.engines.trtllm.embedded.ops import fp4_quantize
 from trtllm_b12x.environment import triton as toolchain
 from trtllm_b12x.formats import BY_TURNS, GATE_UP, ROWS, WeightLayout
 from trtllm_b12x.kernels import Geometry, MoECall
-from trtllm_b12x.kernels.cuda.decode import CudaKernel, CudaMXFP4Kernel, CudaMXFP8Kernel, CudaW4A16Kernel
-from trtllm_b12x.kernels.cuda.gemm import GemmKernel, GemmMXFP4Kernel, GemmMXFP8Kernel, GemmW4A16Kernel
+from trtllm_b12x.kernels.catalog import KERNELS
 from trtllm_b12x.kernels.layer_tensors import ACTIVATIONS
-from trtllm_b12x.kernels.triton.decode import TritonKernel, TritonMXFP4Kernel, TritonMXFP8Kernel, TritonW4A16Kernel
-from trtllm_b12x.kernels.triton.grouped import GroupedKernel, GroupedNVFP4Kernel
+from trtllm_b12x.kernels.triton.grouped import GroupedNVFP4Kernel
 from trtllm_b12x.tools.verify import reference
 from trtllm_b12x.tools.verify.reference import Arithmetic
 from trtllm_b12x.tools.verify.reference_formats import move_off_ties
@@ -41,22 +40,7 @@ pytestmark = [
     ),
 ]
 CUDA = torch.device("cuda", 0)
-KINDS: dict[tuple[str, str], type[Any]] = {
-    ("cuda", "NVFP4"): CudaKernel,
-    ("cuda", "W4A16_NVFP4"): CudaW4A16Kernel,
-    ("cuda", "MXFP4"): CudaMXFP4Kernel,
-    ("cuda", "MXFP8"): CudaMXFP8Kernel,
-    ("triton", "NVFP4"): TritonKernel,
-    ("triton", "W4A16_NVFP4"): TritonW4A16Kernel,
-    ("triton", "MXFP4"): TritonMXFP4Kernel,
-    ("triton", "MXFP8"): TritonMXFP8Kernel,
-    ("gemm", "NVFP4"): GemmKernel,
-    ("gemm", "W4A16_NVFP4"): GemmW4A16Kernel,
-    ("gemm", "MXFP4"): GemmMXFP4Kernel,
-    ("gemm", "MXFP8"): GemmMXFP8Kernel,
-    ("grouped", "NVFP4"): GroupedNVFP4Kernel,
-    ("grouped", "MXFP8"): GroupedKernel,
-}
+KINDS: dict[tuple[str, str], Any] = {kind: kernel for kind, (kernel, _) in KERNELS.items() if kind[0] != "b12x"}
 BOUNDS = {"cuda": 0.004, "triton": 0.004, "gemm": 0.004, "grouped": 0.005}
 TOKEN_BOUNDS = {"gemm": 0.006, "grouped": 0.006, "grouped NVFP4": 0.02}
 """For the worst token of a call, of which gemm's have 8,192. One that lacks 8 of 512 columns is off by 0.125. A large h may round
@@ -72,9 +56,6 @@ SIZES = {
     ("cuda", "W4A16_NVFP4"): [(256, 128), (2816, 384), (2048, 512)],
     ("cuda", "MXFP4"): [(160, 128), (2880, 768), (4096, 256)],
     ("cuda", "MXFP8"): [(128, 64), (2816, 704), (2048, 192), (384, 1408)],
-    ("gemm", "NVFP4"): [(160, 64), (2880, 2880), (512, 192), (544, 2688), (7168, 256)],
-    ("gemm", "W4A16_NVFP4"): [(256, 128), (2816, 384), (2048, 512)],
-    ("gemm", "MXFP4"): [(160, 128), (2880, 768), (4096, 256)],
     ("gemm", "MXFP8"): [(256, 64), (2816, 704), (2048, 192), (384, 1408)],
     ("triton", "NVFP4"): [(144, 80), (2880, 720), (512, 192), (272, 2688), (7168, 256)],
     ("grouped", "NVFP4"): [(2816, 704), (192, 64)],
@@ -83,6 +64,7 @@ SIZES = {
     ("triton", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
     ("grouped", "MXFP8"): [(128, 32), (2816, 704), (2048, 192), (384, 1408)],
 }
+SIZES |= {("gemm", form): SIZES["cuda", form] for form in ("NVFP4", "W4A16_NVFP4", "MXFP4")}
 Kind = tuple[str, str]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -147,14 +129,18 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, kind: Kind) -> None:
         assert error(found, wanted) < bound, (error.__name__, len(found))
 
 
+def assert_right(kind: Kind, geometry: Geometry, tokens: Sequence[int]) -> None:
+    kernel, yardstick = planned(kind, geometry)
+    for count in tokens:
+        call = drawn(kind, geometry, count)
+        assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @every_kind
 def test_numbers(kind: Kind, activation: str) -> None:
     geometry = geometry_of(kind, 16, 4, 512, 256, activation=activation)
-    kernel, yardstick = planned(kind, geometry)
-    for tokens in TOKENS[kind[0]]:
-        call = drawn(kind, geometry, tokens)
-        assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
+    assert_right(kind, geometry, TOKENS[kind[0]])
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -177,10 +163,7 @@ def test_float16(family: str, large: bool) -> None:
 @pytest.mark.parametrize(("kind", "sizes"), [(kind, size) for kind, sizes in SIZES.items() for size in sizes], ids=str)
 def test_sizes_off_every_tile(kind: Kind, sizes: tuple[int, int]) -> None:
     geometry = geometry_of(kind, 8, 3, *sizes, activation="Swiglu")
-    kernel, yardstick = planned(kind, geometry)
-    for tokens in counts(kind, 1, 5, 8, 63, *((200, 700) if kind[0] in ("gemm", "grouped") else ())):
-        call = drawn(kind, geometry, tokens)
-        assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
+    assert_right(kind, geometry, counts(kind, 1, 5, 8, 63, *((200, 700) if kind[0] in ("gemm", "grouped") else ())))
 
 
 ODD_ROWS = {
@@ -197,10 +180,7 @@ def test_rows_of_scales_that_fill_no_words(kind: Kind, sizes: tuple[int, int, st
     hidden, size, fc1 = sizes
     activation = "SwigluBias" if fc1 == BY_TURNS else "Swiglu"
     geometry = Geometry(8, 3, hidden, size, activation, format=kind[1], layout=WeightLayout(ROWS, fc1))
-    kernel, yardstick = planned(kind, geometry)
-    for tokens in TOKENS[kind[0]]:
-        call = drawn(kind, geometry, tokens)
-        assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), kind)
+    assert_right(kind, geometry, TOKENS[kind[0]])
 
 
 @pytest.mark.parametrize(
@@ -263,16 +243,7 @@ def test_rows_as_vllm_has_them(family: str, form: str, order: str) -> None:
     layout = formats.WeightLayout(formats.ROWS, order)
     activation, bias = ("SwigluBias", torch.bfloat16) if form == "MXFP4" else ("Swiglu", None)
     geometry = Geometry(8, 3, 512, 384, activation, format=form, bias=bias, layout=layout)
-    kernel = KINDS[family, form]()
-    kernel.plan(geometry, 64, CUDA)
-    yardstick = kernel.reference()
-    yardstick.plan(geometry, 64, CUDA)
-    weights = weights_of(geometry)
-    for each in (kernel, yardstick):
-        each.bind(weights)
-    for tokens in counts((family, form), 1, 8, 64):
-        call = random_call(geometry, tokens, device="cuda", seed=tokens)
-        assert_close(kernel.run(MoECall(*call)), expected(yardstick, *call), (family, form))
+    assert_right((family, form), geometry, counts((family, form), 1, 8, 64))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] == "MXFP8"], ids=" ".join)

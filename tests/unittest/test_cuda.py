@@ -32,6 +32,8 @@ from trtllm_b12x.kernels.cuda.probe import PROBE, takes_subnormals
 from trtllm_b12x.kernels.warmup import CompileTask
 
 QWEN3_30B = Geometry(128, 8, 2048, 768, "Swiglu")
+FEW_VARIANTS = Geometry(8, 2, 4224, 64, "Relu2")
+"""Wide: calls of 2 tokens or more gather."""
 LAYERS: dict[str, tuple[type[CudaKernel], Geometry, int]] = {
     "Qwen3-30B-A3B NVFP4": (CudaKernel, QWEN3_30B, 8),
     "Nemotron-3-Super NVFP4": (CudaKernel, Geometry(512, 22, 1024, 2688, "Relu2"), 4),
@@ -59,19 +61,24 @@ LAYERS: dict[str, tuple[type[CudaKernel], Geometry, int]] = {
     ),
     "gemma-4-26B-A4B MXFP8": (CudaMXFP8Kernel, Geometry(128, 8, 2816, 704, "Geglu", format="MXFP8"), 4),
 }
+RTX_5090 = models("sm_120a", ["RTX 5090"])[0]
 MOST_SPILLED = {"sm_90a": 40, "sm_120a": 16, "sm_121a": 16}
 """Bytes of a thread, in calls that gather: lane constants and counters, which a task reads once."""
 
 
-@pytest.mark.parametrize("target", ["sm_120a", *(pytest.param(name, marks=pytest.mark.all) for name in ("sm_90a", "sm_121a"))])
+@pytest.mark.parametrize(
+    ("target", "every"),
+    [("sm_120a", False), *(pytest.param(name, True, marks=pytest.mark.all) for name in MOST_SPILLED)],
+)
 @pytest.mark.parametrize("name", LAYERS)
-def test_compiles(name: str, target: str) -> None:
+def test_compiles(name: str, target: str, every: bool) -> None:
+    """``every``: all variants; else the one that gathers, and another one for each layer."""
     kind, geometry, apart = LAYERS[name]
-    kernel = kind(models("sm_120a", ["RTX 5090"])[0])
+    kernel = kind(RTX_5090)
     kernel.describe(geometry, 64, torch.device("cuda"))
     variants = kernel.variants()
     assert [each.tokens for each in variants] == [count for count in variant.TOKENS if count <= apart or count == 64]
-    for each in variants:
+    for each in variants if every else (variants[-1], variants[list(LAYERS).index(name) % (len(variants) - 1)]):
         content, log = each.compile(target)
         assert content.startswith(b"\x7fELF")
         registers, threads = int(re.findall(r"Used (\d+) registers", log)[-1]), 32 * (dict(each.sizes)["WARPS"] + 4)
@@ -80,14 +87,10 @@ def test_compiles(name: str, target: str) -> None:
         assert max(spilled) <= MOST_SPILLED[target], (each.tokens, spilled)
 
 
-@pytest.mark.parametrize("target", ["sm_90a", "sm_120a", "sm_121a"])
-def test_the_probe_compiles(target: str) -> None:
+@pytest.mark.parametrize("target", MOST_SPILLED)
+def test_the_probe_and_the_kernels_around_a_layer_compile(target: str) -> None:
     assert PROBE.compile(target)[0].startswith(b"\x7fELF")
     assert PROBE.assembled(target).count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == 1
-
-
-@pytest.mark.parametrize("target", ["sm_90a", "sm_120a"])
-def test_the_kernels_around_a_layer_compile(target: str) -> None:
     content, log = nvrtc.compiled("chain.cu", chain.files(), target)
     assert content.startswith(b"\x7fELF")
     assert re.findall(r"(\d+) bytes spill stores", log) == ["0"] * 3
@@ -114,7 +117,7 @@ def test_what_the_probe_changes() -> None:
     ],
 )
 def test_what_it_does_not_take(kind: type[CudaKernel], geometry: Geometry) -> None:
-    kernel = kind(models("sm_120a", ["RTX 5090"])[0])
+    kernel = kind(RTX_5090)
     kernel.describe(replace(geometry, top_k=32) if geometry.top_k > 32 else QWEN3_30B, 8, torch.device("cuda"))
     with pytest.raises(ValueError, match=r"one launch|cuda (takes|does not)"):
         kernel.describe(geometry, 8, torch.device("cuda"))
@@ -122,7 +125,7 @@ def test_what_it_does_not_take(kind: type[CudaKernel], geometry: Geometry) -> No
 
 def test_a_variant_that_does_not_fit() -> None:
     """Calls of two tokens take the variant of four."""
-    kernel = CudaMXFP8Kernel(models("sm_120a", ["RTX 5090"])[0])
+    kernel = CudaMXFP8Kernel(RTX_5090)
     kernel.describe(Geometry(64, 6, 2560, 64, "Swiglu", format="MXFP8"), 64, torch.device("cuda"))
     assert [each.tokens for each in kernel.variants()] == [1, 4, 64]
 
@@ -130,7 +133,7 @@ def test_a_variant_that_does_not_fit() -> None:
 def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cubin is compiled once, and not at all with TRTLLM_B12X_FREEZE; a file that others may write is none of ours."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    needed = variant.variants(Geometry(8, 2, 512, 256, "Swiglu"), FORMATS[0])[:1]
+    needed = (PROBE,)
     monkeypatch.setenv("TRTLLM_B12X_FREEZE", "1")
     with pytest.raises(PlanError, match=r"TRTLLM_B12X_FREEZE=1 \(the command\)"):
         variant.load(needed, "sm_120a", "the command")
@@ -147,11 +150,11 @@ def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_warmup_and_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's task fills the package's own cache, where a server finds it, and says what was there."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    task, results = CompileTask(CudaKernel, Geometry(8, 2, 512, 256, "Relu2"), 8), []
+    task, results = CompileTask(CudaKernel, FEW_VARIANTS, 8), []
     for _ in range(2):
-        warmup.run([task], models("sm_120a", ["RTX 5090"]), lambda result, total: results.append((result, total)))
+        warmup.run([task], [RTX_5090], lambda result, total: results.append((result, total)))
     done = [(result.family, result.cached, result.error, total) for result, total in results if result is not None]
-    kernels = 1 + len(variant.TOKENS)  # and the probe
+    kernels = 1 + 2  # the probe, and calls of one token and of 64
     assert done == [("cuda", cached, "", kernels) for cached in (False, True) for _ in range(kernels)]
     found = prove_child.proof("sm_120a", "cuda")
     assert found.compiled, found
@@ -272,9 +275,14 @@ def bound(
     return kernel
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, variant.TOKENS[-1]])
 @pytest.mark.parametrize(
-    ("ids_type", "weight_type"), [(torch.int32, torch.float32), (torch.int64, torch.bfloat16), (torch.uint8, torch.float16)]
+    ("tokens", "ids_type", "weight_type"),
+    [
+        (1, torch.int32, torch.float32),
+        (2, torch.int64, torch.bfloat16),
+        (3, torch.uint8, torch.float16),
+        (variant.TOKENS[-1], torch.int64, torch.float32),
+    ],
 )
 def test_records(cuda: Driver, kernel: CudaKernel, tokens: int, ids_type: torch.dtype, weight_type: torch.dtype) -> None:
     x, ids, router_weights = random_call(GEOMETRY, tokens)
@@ -513,19 +521,19 @@ def test_a_plan_asks_the_tensor_cores(
     probed: ProbedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once a process. The variant of one token is compiled for what they take; with TRTLLM_B12X_FREEZE it must be there."""
-    geometry, target = Geometry(17, 17, 128, 128, "Relu2"), "sm_90a"
+    target = "sm_90a"
     caplog.set_level("INFO")
 
-    def plan(geometry: Geometry = geometry) -> set[Path]:
+    def plan() -> set[Path]:
         kernel = CudaKernel(Card(132, 228 << 10, 90))
-        kernel.plan(geometry, variant.TOKENS[-1], torch.device("cpu"))
+        kernel.plan(FEW_VARIANTS, variant.TOKENS[-1], torch.device("cpu"))
         plan: LaunchPlan = kernel._plan
-        assert plan.workspace_bytes == dict.fromkeys((1, 2, 4, 64), (4096, 2048))
+        assert plan.workspace_bytes == dict.fromkeys((1, 64), (4096, 2048))
         assert {(function.threads, function.shared_bytes) for function in plan.functions.values()} == {(96, 5000)}
         return set(tmp_path.rglob("*.cubin"))
 
     def files(*subnormals: bool) -> set[Path]:
-        needed = [each for taken in subnormals for each in variant.variants(geometry, FORMATS[0], taken)]
+        needed = [each for taken in subnormals for each in variant.variants(FEW_VARIANTS, FORMATS[0], taken)]
         return {each.file(target) for each in (PROBE, *needed)}
 
     monkeypatch.setenv("TRTLLM_B12X_FREEZE", "1")

@@ -532,7 +532,7 @@ def test_the_probe_of_subnormals(before: str) -> None:
 
 def test_every_instruction_is_emulated() -> None:
     """The two files have the same functions."""
-    names = re.compile(r"^(?:(?:DEVICE|inline) [\w ]+?[ &*]+|(?:LOAD|LOAD_16|STORE|CONVERT)\()(\w+)[(,]", re.M)
+    names = re.compile(r"^(?:(?:DEVICE|inline) [\w ]+?[ &*]+|(?:LOAD|LOAD_16|STORE|CONVERT|TEST)\()(\w+)[(,)]", re.M)
     kernel, emulated = (
         set(names.findall(text)) for text in (variant.sources()["ptx.cuh"], (emulator.FOLDER / "ptx.cuh").read_text())
     )

@@ -387,7 +387,8 @@ HUNG = [(IDLE, 15, ["idle"]), (HELD, 6, ["given back", "adders stay"]), (LATE, 2
 SMALL = [
     (2_000, False, 2, [[replace(TWO, tasks=(0, 3), routes=(0,))]]),  # no local routes
     (40_000, False, 2, [[replace(TWO, tasks=(4, 3))]]),
-    (55_000, False, 2, [[replace(TWO, blocks=3, tasks=(4, 2))]]),
+    (25_000, False, 2, [[replace(TWO, blocks=3, tasks=(4, 2), warps=1)]]),
+    pytest.param(300_000, False, 2, [[replace(TWO, blocks=3, tasks=(4, 2))]], marks=pytest.mark.all),
     (60_000, False, 2, [[GATHER]]),
     (25_000, False, 2, [[Launch(2, (5, 2, 1), entries=3, warps=1, adders=2, lead=0)]]),  # first tickets of several tasks
     (100_000, False, 3, [[replace(ONE_EACH_GATHER, blocks=3)]]),
