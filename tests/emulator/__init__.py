@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -94,10 +94,7 @@ class Order:
 
 
 class _Order(ctypes.Structure):
-    _fields_ = [
-        ("seed", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("resident", "burst", "apart", "freeze", "late", "races", "clock_runs")),
-    ]
+    _fields_ = [(field.name, ctypes.c_uint64 if field.name == "seed" else ctypes.c_int) for field in fields(Order)]
 
 
 class _Launch(ctypes.Structure):
@@ -110,15 +107,9 @@ class _Launch(ctypes.Structure):
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Return the folder of this process, which is removed when it ends."""
-    return tempfile.TemporaryDirectory(prefix="emulator-")
-
-
-@functools.cache
-def _build() -> tuple[Path, ThreadPoolExecutor]:
-    """Return that folder, and what compiles."""
-    return Path(_folder().name), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+def _build() -> tuple[tempfile.TemporaryDirectory[str], ThreadPoolExecutor]:
+    """Return the folder of this process, which is removed when it ends, and what compiles."""
+    return tempfile.TemporaryDirectory(prefix="emulator-"), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
 
 def compiler() -> str:
@@ -139,7 +130,7 @@ def _compile(source: Path, target: Path, *flags: str) -> Path:
 
 @functools.cache
 def _machine() -> ctypes.CDLL:
-    target = _build()[0] / "machine.so"
+    target = Path(_build()[0].name) / "machine.so"
     return ctypes.CDLL(str(_compile(FOLDER / "machine.cpp", target, "-O2", "-ftree-vectorize")), ctypes.RTLD_GLOBAL)
 
 
@@ -152,7 +143,7 @@ def library(files: Mapping[str, str], main: str = MAIN) -> Future[Path]:
     del written["ptx.cuh"]  # the emulator's is found instead
     key = tuple(sorted(written.items()))
     if key not in _libraries:
-        folder = _build()[0] / f"variant{len(_libraries)}"
+        folder = Path(_build()[0].name) / f"variant{len(_libraries)}"
 
         def build() -> Path:
             folder.mkdir()
@@ -212,8 +203,8 @@ class Module:
 
     def __init__(self, files: Mapping[str, str], main: str = MAIN) -> None:
         self._files, self._main = files, main
-        self.readable: Any = None
-        """Addresses and sizes that copies may read; None: all."""
+        self.readable: Any = (ctypes.c_uint64 * 0)()
+        """Addresses and sizes that copies may read; empty: all."""
 
     def begin(self) -> None:
         library(self._files, self._main)
@@ -221,6 +212,10 @@ class Module:
     @functools.cached_property
     def library(self) -> ctypes.CDLL:
         return loaded(library(self._files, self._main))
+
+    def may_read(self, *tensors: torch.Tensor) -> None:
+        ranges = [number for tensor in tensors for number in (tensor.data_ptr(), tensor.nbytes)]
+        self.readable = (ctypes.c_uint64 * len(ranges))(*ranges)
 
     def constant(self, name: str) -> int:
         return ctypes.c_int.in_dll(self.library, name).value
@@ -238,9 +233,8 @@ class Function:
     def launcher(self, blocks: int, layer: ctypes.Structure, record: struct.Struct) -> Callable[..., None]:
         def launch(stream: int, *values: int) -> None:
             call = ctypes.create_string_buffer(record.pack(*values), record.size)
-            module = self.module
+            module, ranges = self.module, self.module.readable
             kernel = ctypes.cast(getattr(module.library, f"start_{self._name}"), ctypes.c_void_p).value
-            ranges = module.readable if module.readable is not None else (ctypes.c_uint64 * 0)()
             sizes = blocks, module.constant(f"{self._of}threads"), module.constant(f"{self._of}shared_bytes")
             records = kernel, ctypes.addressof(layer), ctypes.addressof(call)
             machine.launch(_Launch(*records, *sizes, ctypes.addressof(ranges), len(ranges) // 2, stream), (layer, call, ranges))
@@ -282,9 +276,8 @@ def kernel_on_cpu(
     functions: dict[int, Any] = {tokens: Function(module, "layer") for tokens, module in modules.items()}
     kernel._plan = LaunchPlan(functions, _Sizes(modules))
     kernel.bind(weights, first_expert)
-    ranges = [number for tensor in kernel._tensors for number in (tensor.data_ptr(), tensor.nbytes)]
     for module in modules.values():
-        module.readable = (ctypes.c_uint64 * len(ranges))(*ranges)
+        module.may_read(*kernel._tensors)
     return kernel
 
 
@@ -314,14 +307,13 @@ def run(kernel: GemmKernel, call: MoECall) -> torch.Tensor:
     """Run a call in scratch memory of just its size, full of NaN. Nothing else may be copied but the layer's tensors."""
     (functions,), tokens = kernel._plan.functions.values(), call.x.shape[0]
     scratch = torch.full((kernel.scratch_bytes(tokens),), 255, dtype=torch.uint8)
-    ranges = [number for tensor in (*kernel._tensors, scratch) for number in (tensor.data_ptr(), tensor.nbytes)]
     module: Any = functions["fc1"].module
-    module.readable = (ctypes.c_uint64 * len(ranges))(*ranges)
+    module.may_read(*kernel._tensors, scratch)
     try:
         with machine.together():
             return kernel.run(call._replace(scratch=scratch))
     finally:
-        module.readable = None
+        module.may_read()
 
 
 def begin(kernel: CudaKernel, tokens: int) -> None:

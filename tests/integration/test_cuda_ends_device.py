@@ -39,12 +39,7 @@ MULTIPROCESSORS = {"large": (8, 20, 36, 48, 84, 0), "small": (2, 3, 8, 20, 36, 4
 HELD = {"large": (66, 124, 128), "small": (66, 124, 128, 131)}
 """Of 132. On another GPU as many are left as on that one."""
 LAUNCHES = 100
-FORMATS = {
-    "NVFP4": (TILES, UP_GATE),
-    "W4A16_NVFP4": (ROWS, GATE_UP),
-    "MXFP4": (ROWS, GATE_UP),
-    "MXFP8": (ROWS, GATE_UP),
-}
+FORMATS = {"NVFP4": (TILES, UP_GATE)} | dict.fromkeys(("W4A16_NVFP4", "MXFP4", "MXFP8"), (ROWS, GATE_UP))
 SIZES = {"large": (32, 8, 2048, 384), "small": (8, 3, 384, 192)}
 LAYERS = {
     f"{form} {name}": Geometry(*sizes, "Swiglu", format=form, layout=WeightLayout(scales, order))
@@ -166,11 +161,12 @@ def cases(layer: Layer, routes: Routes) -> dict[int, list[Case]]:
     return {tokens: with_results(layer, routes, tokens, 4) for tokens in TOKENS}
 
 
+IDLE = Geometry(32, 8, 2048, 768, "Swiglu", format="MXFP8")
 HUNG = {
-    "FC2 of an idle warp, 20 multiprocessors": (Geometry(32, 8, 2048, 768, "Swiglu", format="MXFP8"), 8, 20, 4, 0),
-    "FC2 of an idle warp, 36 multiprocessors": (Geometry(32, 8, 2048, 768, "Swiglu", format="MXFP8"), 8, 36, 4, 0),
-    "FC2 of an idle warp, 48 multiprocessors": (Geometry(32, 8, 2048, 768, "Swiglu", format="MXFP8"), 8, 48, 4, 0),
-    "FC2 of an idle warp, 7 tokens": (Geometry(32, 8, 2048, 768, "Swiglu", format="MXFP8"), 7, 48, 4, 0),
+    **{
+        f"FC2 of an idle warp, {tokens} tokens, {count} multiprocessors": (IDLE, tokens, count, 4, 0)
+        for tokens, count in ((8, 20), (8, 36), (8, 48), (7, 48))
+    },
     "one route": (Geometry(4, 4, 640, 160, "Silu", layout=WeightLayout(ROWS)), 8, 3, 0, 0),
     "a slow adder": (Geometry(8, 3, 384, 192, "Swiglu", format="MXFP8"), 64, 0, 1, 124),
     "entries of late blocks": (Geometry(16, 4, 384, 1536, "Swiglu", format="MXFP8"), 8, 0, 1, 100),

@@ -305,7 +305,7 @@ IDLE_WARPS_MOVE_ON = "slices.cuh", "if (units <= 0) stages.pass(number);", ""
 ENTRIES_WAIT_FOR_READERS = "schedule.cuh", "if (task < ENTRIES) return;", "return;"
 HANGS = {
     "a warp has no unit of FC2": (Geometry(4, 4, 640, 160, "Silu", layout=WeightLayout(ROWS)), 8, 3, 3, IDLE_WARPS_MOVE_ON),
-    "one block has all tasks": (Geometry(8, 4, 256, 512, "Swiglu", layout=WeightLayout(ROWS)), 8, 8, 1, ENTRIES_WAIT_FOR_READERS),
+    "one block has all tasks": (Geometry(8, 4, 128, 512, "Swiglu", layout=WeightLayout(ROWS)), 8, 8, 1, ENTRIES_WAIT_FOR_READERS),
 }
 """Geometry, tokens, blocks, those that run at once, and the rule without which some order hangs."""
 
@@ -344,7 +344,7 @@ def test_a_hang_is_found(case: str) -> None:
     again = hang(case, kernel, [found[0]])
     assert again is not None
     assert str(again[1]) == str(found[1])
-    assert hang(case, planned(geometry, blocks), range(found[0], found[0] + 10)) is None
+    assert hang(case, planned(geometry, blocks), range(found[0], found[0] + 6)) is None
     if rule is IDLE_WARPS_MOVE_ON:
         stopped = hang(case, kernel, [found[0]], clock_runs=True)
         assert stopped is not None
