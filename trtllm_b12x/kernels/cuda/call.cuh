@@ -42,6 +42,16 @@ DEVICE float router_weight(const Call& call, u32 route) {
                           : ((const float*)call.router_weights)[route];
 }
 
+// Returns the sum of the values of this lane and of lower lanes.
+DEVICE u32 sum_up_to(u32 sum, int lane) {
+  UNROLL
+  for (int d = 1; d < 32; d *= 2) {
+    const u32 v = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += v;
+  }
+  return sum;
+}
+
 // Returns the offset in x_sf of a token's scale at `column`, a multiple of 16.
 DEVICE u32 scales_of_x(const Call& call, int token, int column) {
   return call.swizzled ? scale_tile<(HIDDEN + 63) / 64>(token, column >> 6) + (column >> 4 & 3)

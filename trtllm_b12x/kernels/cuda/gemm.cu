@@ -68,8 +68,7 @@ extern "C" __global__ void __launch_bounds__(SUMMERS)
     EACH (piece, 4) {
       const int column = piece_row<PIECES2>(tile, piece) + 2 * quarter;
       if (column < HIDDEN)
-        *(u32*)(call.out + (u64)token * HIDDEN + column) = (u32)to_output(sums[piece]) | (u32)to_output(sums[4 + piece])
-                                                                                             << 16;
+        *(u32*)(call.out + (u64)token * HIDDEN + column) = pair_of(to_output(sums[piece]), to_output(sums[4 + piece]));
     }
   }
 }

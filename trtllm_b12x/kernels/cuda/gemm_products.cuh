@@ -253,8 +253,7 @@ struct Products {
                                               GATED ? sums[half][n][2 + j] * factors.gate_factor + gate_bias : 0);
         // Rows k and k + FAR are a pair. One lane writes the first route's pair, the other lane the second route's.
         const float other = __shfl_xor_sync(~0u, low ? h[1] : h[0], 4 * FAR);
-        const u32 pair =
-            low ? (u32)to_bf16(h[0]) | (u32)to_bf16(other) << 16 : (u32)to_bf16(other) | (u32)to_bf16(h[1]) << 16;
+        const u32 pair = low ? pair_of(to_bf16(h[0]), to_bf16(other)) : pair_of(to_bf16(other), to_bf16(h[1]));
         if (there && 8 * n + 2 * t + !low < (int)of.routes()) *(u32*)(to + n * (8 * ROW_OF_H)) = pair;
       }
     }
@@ -292,11 +291,11 @@ struct Products {
         const u32 exponent = min(max(__float_as_uint(most[n][j]) >> 23, 1u), 253u);
         const float scale = __uint_as_float((254 - exponent) << 23);
         const u64 at = (part * w.routes() + of.place() + 8 * n + 2 * t + j) * ALL_TILES2 + number;
-        u32 halves[4];
+        u16 halves[4];
         EACH (piece, 4) halves[piece] = to_f16(sums[piece >> 1][n][2 * (piece & 1) + j] * scale);
         if (8 * n + 2 * t + j < (int)of.routes()) {
           *(uint2*)(w.shares() + at * SHARE_BYTES + g * 8) =
-              make_uint2(halves[0] | halves[1] << 16, halves[2] | halves[3] << 16);
+              make_uint2(pair_of(halves[0], halves[1]), pair_of(halves[2], halves[3]));
           if (g == 0) w.exponents()[at] = (u8)exponent;
         }
       }

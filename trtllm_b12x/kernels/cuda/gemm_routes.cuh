@@ -6,7 +6,7 @@
 #include "call.cuh"
 
 constexpr int THREADS = WARPS * 32, SORTERS = 1024, SUMMERS = 256;
-constexpr int MOST_ROUTES = 16384, MOST_TOKENS = MOST_ROUTES / TOP_K;
+constexpr int MOST_ROUTES = 16384;
 constexpr int MOST_GROUPS = EXPERTS + MOST_ROUTES / GROUP_ROUTES;
 constexpr int ROW_OF_X = BLOCKS1 * 256, ROW_OF_H = BLOCKS2 * 256;  // bytes of a token's x and of a route's h
 constexpr int SHARE_BYTES = 64;                                    // per route and tile of FC2: 32 float16
@@ -84,12 +84,7 @@ DEVICE void sort_routes(const Layer& layer, const Call& call) {
   __syncthreads();
   // One scan adds up both the routes of earlier experts and the groups of earlier turns.
   const u32 mine = has_expert ? first_group[tid] << 16 | own : 0;
-  u32 upto = mine;
-  UNROLL
-  for (int d = 1; d < 32; d *= 2) {
-    const u32 v = __shfl_up_sync(~0u, upto, d);
-    if (lane >= d) upto += v;
-  }
+  u32 upto = sum_up_to(mine, lane);
   if (lane == 31) sums[tid >> 5] = upto;
   __syncthreads();
   if (has_expert) {

@@ -5,7 +5,6 @@
 // A pair of h is its own flag. It begins as the sentinel 0xffffffff, which rounding never makes. FC2 loads pairs in the
 // size in which they are written (32 bits, relaxed) until all differ from the sentinel, so addresses need no order.
 #pragma once
-#include "raw.cuh"
 #include "records.cuh"
 
 struct Inputs {

@@ -17,7 +17,6 @@
 //     matrix.cuh     sizes of a layer, and positions of a tile's codes and scales
 //     config.cuh     sizes of one launch, and their limits
 //     numbers.cuh    codes and scales to operands of products
-//     raw.cuh        undecoded codes as operands of products
 //     call.cuh       arguments of a launch; activations
 //     records.cuh    workspace, shared memory, words
 //     scoring.cuh    logits to ids and router weights

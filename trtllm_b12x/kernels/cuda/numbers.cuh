@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decodes codes and block scales to operands of mma, bit for bit like triton/operands.py. Decoded values are exact in
 // bfloat16, and for NVFP4 in float16. FP4 comes out 2^-8 times as large, and sums are multiplied by 256. Slices take
-// undecoded codes: raw.cuh.
+// undecoded codes: slices.cuh.
 #pragma once
 #include "matrix.cuh"
 
@@ -85,13 +85,14 @@ struct Rows {
   uint4 codes[LOADS];
   u32 scales;
 };
+DEVICE u32 word_of(const uint4& q, int i) { return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w; }
 // Decodes the lane's eight columns i to four pairs.
 template <bool float16>
 DEVICE void decode_part(const Rows& rows, int i, u32* pairs) {
   const uint4& codes = rows.codes[LOADS == 2 ? i >> 1 : 0];
   if (CODE_BITS == 4) {
-    const u32 word = i == 0 ? codes.x : i == 1 ? codes.y : i == 2 ? codes.z : codes.w;
-    decode4<float16>(word, GROUP == 32 ? mx_scale(rows.scales) : nvfp4_scale<float16>(rows.scales, i > 1), pairs);
+    decode4<float16>(word_of(codes, i), GROUP == 32 ? mx_scale(rows.scales) : nvfp4_scale<float16>(rows.scales, i > 1),
+                     pairs);
   } else {
     const Scale scale = mx_scale(i < 2 ? rows.scales & 255 : rows.scales >> 8);
     decode8(i & 1 ? codes.z : codes.x, scale, pairs);
@@ -129,6 +130,7 @@ DEVICE void to_pairs(const Rows& rows, u32* x) {
   EACH (i, 4) decode_part<FLOAT16>(rows, i, x + 4 * i);
 }
 
+DEVICE u32 pair_of(u16 low, u16 high) { return low | (u32)high << 16; }
 DEVICE u16 to_output(float v) { return FLOAT16 ? to_f16(v) : to_bf16(v); }
 DEVICE float bias_at(const void* bias, u64 i) {
   if (BIAS == FLOAT32_BIAS) return ((const float*)bias)[i];

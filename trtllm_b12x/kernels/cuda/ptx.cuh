@@ -136,17 +136,13 @@ DEVICE void copy_wait() {
 // Shared memory.
 LOAD_16(load_shared_16, u32, "ld.shared", "r")
 LOAD(load_shared, u32, u32, "ld.shared.u32", "r", "r")
+LOAD(load_shared_u16, u16, u32, "ld.shared.u16", "h", "r")
 LOAD(load_shared_u8, u32, u32, "ld.shared.u8", "r", "r")
 LOAD(load_shared_float, float, u32, "ld.shared.f32", "f", "r")
 STORE(store_shared, u32, u32, "st.shared.u32", "r", "r")
 STORE(store_shared_u16, u16, u32, "st.shared.u16", "h", "r")
 STORE(store_shared_float, float, u32, "st.shared.f32", "f", "r")
 STORE(or_shared, u32, u32, "red.shared.or.b32", "r", "r")
-DEVICE u32 load_shared_u16(u32 at) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
-  return v;
-}
 DEVICE void store_shared_16(u32 at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

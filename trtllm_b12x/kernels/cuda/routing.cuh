@@ -144,12 +144,7 @@ DEVICE int group_routes(const Block& b) {
       total[e] = n;
     }
     const u32 own = (n + 7) / 8 << 16 | n;
-    u32 upto = own;
-    UNROLL
-    for (int d = 1; d < 32; d *= 2) {
-      const u32 v = __shfl_up_sync(~0u, upto, d);
-      if (b.lane >= d) upto += v;
-    }
+    const u32 upto = sum_up_to(own, b.lane);
     if (e < EXPERTS) first[e] = upto - own;
     if (b.lane == 31) totals32[part] = upto;
   }

@@ -161,7 +161,7 @@ struct Stage {
     if (CODE_BITS == 8) return load_shared_u8(at);
     if (GROUP == 32 && ODD_ROWS) return load_shared_u8(at) | load_shared_u8(at + 1) << 8;
     if (GROUP == 32) return load_shared_u16(at);
-    return UNEVEN ? load_shared_u16(at) | load_shared_u16(at + 2) << 16 : load_shared(at);
+    return UNEVEN ? load_shared_u16(at) | (u32)load_shared_u16(at + 2) << 16 : load_shared(at);
   }
   // Returns a mask of those scales whose columns are in the matrix.
   DEVICE u32 columns_there(int column, int columns) const {

@@ -6,9 +6,8 @@
 // products go to shares, by route. A warp that wrote shares adds 1 to the token's count (release). The token's sum
 // waits for all shares (acquire), and adds in the order of top_k.
 #pragma once
-#include "inputs.cuh"
 #include "routing.cuh"
-#include "schedule.cuh"
+#include "slices.cuh"
 
 struct Adder {
   const Block& b;
@@ -81,7 +80,7 @@ struct Adder {
       if (GATED) gate = __shfl_down_sync(~0u, up, 8) * of.gate_factor + gate_bias;
       up = up * of.up_factor + up_bias;
       const float y = of.activated(up, gate) * H_FACTOR, far = __shfl_down_sync(~0u, y, FAR);
-      if (writes && ours) store_relaxed(to + (u64)route * ROW_OF_H, (u32)to_bf16(y) | (u32)to_bf16(far) << 16);
+      if (writes && ours) store_relaxed(to + (u64)route * ROW_OF_H, pair_of(to_bf16(y), to_bf16(far)));
     };
     if (GATHER) {
       const int routes = group.last() + 1;
@@ -162,7 +161,7 @@ DEVICE void sum_token(const Block& b, u32 token, u32 local) {
           sum[j] += weight_of(b, route) * bias_at(b.layer.bias2, (u64)expert_of(b, route) * STORED_HIDDEN + column + j);
     }
     u16* to = b.call.out + (u64)token * HIDDEN + column;
-    *(uint2*)to = make_uint2((u32)to_output(sum[0]) | (u32)to_output(sum[1]) << 16,
-                             (u32)to_output(sum[2]) | (u32)to_output(sum[3]) << 16);
+    *(uint2*)to =
+        make_uint2(pair_of(to_output(sum[0]), to_output(sum[1])), pair_of(to_output(sum[2]), to_output(sum[3])));
   }
 }
