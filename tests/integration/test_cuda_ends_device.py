@@ -197,10 +197,10 @@ from tests.unittest.test_cuda_emulated import IDLE_WARPS_MOVE_ON
 from trtllm_b12x.core import log
 from trtllm_b12x.kernels.cuda import variant
 log.configure()
-variant.SPIN_SECONDS, sources = 2, variant.sources()
+variant.SPIN_SECONDS, sources = 2, variant.sources("layer.cu")
 file, rule, by = IDLE_WARPS_MOVE_ON
 sources[file] = sources[file].replace(rule, by)
-variant.sources = lambda: sources
+variant.sources = lambda name: sources
 geometry, tokens, multiprocessors, ranks, _ = next(iter(ends.HUNG.values()))
 layer = ends.Layer(geometry)
 kernel = layer.kernel(multiprocessors, ranks)
