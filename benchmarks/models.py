@@ -103,10 +103,22 @@ def _listed(names: list[str]) -> str:
     return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
+def under_cutedsl(model: Model) -> str:
+    """Return what serves on SM12x under ``backend: CUTEDSL``, without the package.
+
+    ``CuteDslB12xFusedMoE`` takes NVFP4 and W4A16_NVFP4 with SwiGLU or ReLU2 on one rank (TensorRT-LLM PR 13773, file id
+    71137002835). NVFP4 prefill stays on CUTLASS. Other layers are served as under AUTO.
+    """
+    algo, plain = model.shape.quant_algo, model.shape.activation in ("Swiglu", "Relu2") and not model.shape.activation_constants
+    if not plain or algo not in ("NVFP4", "W4A16_NVFP4"):
+        return "the same"
+    return "b12x" if algo == "W4A16_NVFP4" else "b12x below 64 tokens"
+
+
 def served() -> list[str]:
     """Return the table of models."""
-    rows = [[", ".join(m.names), m.format, answer(m), m.without] for m in MODELS]
-    return table(["model", "experts", "with the package", "TensorRT-LLM alone"], rows)
+    rows = [[", ".join(m.names), m.format, answer(m), f"{m.without}; {under_cutedsl(m)}"] for m in MODELS]
+    return table(["model", "experts", "with the package", "TensorRT-LLM alone: AUTO; `backend: CUTEDSL`"], rows)
 
 
 def capabilities() -> list[str]:
