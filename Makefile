@@ -1,5 +1,5 @@
 # `make demo` and `make test` each do all their set-up: a .venv in the checkout, then the job.
-# `make test` takes eight minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
+# `make test` takes six and a half minutes on two cores. `make test-all` adds what is marked `all`: the other doubles of TensorRT-LLM,
 # kernels that FlashInfer's compiler makes, ranks, Ray, environments of real wheels, the kernels as other Tritons compile them.
 # `make vllm` makes an environment for each wheel of vLLM that requirements/ names, and tests the door into it: two minutes after the installs.
 # `make sglang` does the same for the wheels of SGLang.

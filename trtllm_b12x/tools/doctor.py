@@ -96,6 +96,8 @@ class _Layer:
 def doctor(ctx: click.Context, as_json: bool, compile_: bool, target: str | None, checkpoint: Path | None) -> None:
     """Show which kernels serve decode here, why others do not, and what fixes it.
 
+    A report of a problem starts with this output. There is no address for reports yet: send them to whoever gave you the package.
+
     Exit status: 0 some kernel serves, 1 none does, 2 wrong usage, a wrong setting or an unusable checkpoint.
     """
     complaints = settings.complaints()
