@@ -21,12 +21,12 @@ from tests.nvfp4_layer import random_layer
 from trtllm_b12x import status
 from trtllm_b12x.core import process, settings
 from trtllm_b12x.dispatch import crossover
+from trtllm_b12x.dispatch.host_check import BOUNDS, _routes_of_groups, results_of
 from trtllm_b12x.dispatch.policy import HOST
 from trtllm_b12x.dispatch.schedule import EVERY, InParts
 from trtllm_b12x.engines.trtllm.embedded import ops
 from trtllm_b12x.kernels import Geometry, MoECall
 from trtllm_b12x.kernels.reference import CUTLASS, QuantizedReferenceKernel, ReferenceKernel
-from trtllm_b12x.kernels.self_test import HOST_BOUNDS, _routes_of_groups, judge_host_path
 
 pytestmark = pytest.mark.usefixtures("every_family")
 E, H, SIZE = 8, 128, 256
@@ -239,7 +239,7 @@ def test_the_engines_rounding_points(quantization: Any, ep: int, caplog: pytest.
         assert not said(caplog, logging.WARNING)
         backend, like = module.backend, caught(module)
         run = functools.partial(backend.run_as_the_host, like)
-        results = judge_host_path(backend.kernel.geometry, backend.kernel.weights, backend.slot_start, run)
+        results = results_of(backend.kernel.geometry, backend.kernel.weights, backend.slot_start, run)
         assert results
         assert all(result.error < 0.02 and result.worst < 0.04 for result in results), list(map(str, results))
         if quantization is not None:
@@ -268,7 +268,7 @@ def test_a_right_host_is_never_blamed(draws: int) -> None:
         backend = layers.load(module, random_experts(E, H, H, seed=seed)).backend
         like = like or caught(module)
         kernel = backend.kernel
-        results = judge_host_path(kernel.geometry, kernel.weights, 0, functools.partial(backend.run_as_the_host, like))
+        results = results_of(kernel.geometry, kernel.weights, 0, functools.partial(backend.run_as_the_host, like))
         assert results
         assert all(result.passed for result in results), (seed, list(map(str, results)))
 
@@ -279,7 +279,7 @@ class Elsewhere(QuantizedReferenceKernel):
 
 @pytest.mark.parametrize("activation", ["Swiglu", "Relu2"])
 def test_a_right_engine_is_within_the_bounds_wherever_it_rounds(activation: str) -> None:
-    """What 1,000 draws of three geometries gave is with ``HOST_BOUNDS``."""
+    """What 1,000 draws of three geometries gave is with ``BOUNDS``."""
     geometry = Geometry(16, 4, 512, 256, activation)
     for seed in range(6):
         weights = random_layer(geometry, "cpu", seed).kernel_weights()
@@ -287,7 +287,7 @@ def test_a_right_engine_is_within_the_bounds_wherever_it_rounds(activation: str)
             kernel = kind()
             kernel.plan(geometry, 64, torch.device("cpu"))
             kernel.bind(weights)
-            results = judge_host_path(geometry, weights, 0, kernel.run)
+            results = results_of(geometry, weights, 0, kernel.run)
             assert results
-            assert all(result.passed and result.bounds == HOST_BOUNDS for result in results), list(map(str, results))
+            assert all(result.passed and result.bounds == BOUNDS for result in results), list(map(str, results))
         torch.testing.assert_close(kernel.each_expert(torch.ones(2, 512)), kernel.each_expert(torch.ones(16, 512))[:2])

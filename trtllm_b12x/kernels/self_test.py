@@ -17,7 +17,7 @@ from trtllm_b12x.formats.weights import Weights
 
 from . import Geometry, Kernel, MoECall, first_line
 from .call import of_logits
-from .reference import CUTLASS, ReferenceKernel
+from .reference import ReferenceKernel
 
 BOUND = 0.02
 """Relative L2 over all calls of b12x. Correct kernels stay below 0.005 (docs/sm12x-on-hopper.md). A code or a block scale that
@@ -36,17 +36,6 @@ _TIE = 5e-4
 QUICK_BOUNDS = (0.01, 0.05)
 """Relative L2 of a call and of its worst token, where the reference has the kernel's rounding points. Correct kernels stay below
 0.004, which comes from bf16 rounding of the activation's result and of the output."""
-HOST_TOKENS = (8, 64)
-HOST_BOUNDS = (0.18, 0.25)
-"""Relative L2 of all calls of an engine's path, and of its worst token.
-
-A correct engine may round to 16 bits elsewhere than the reference. This moves FC2's input across ties of its quantizer. Two
-roundings of one vector differ by at most the sum of their errors. In NVFP4 an error is 0.09 of a token on average, and was at
-most 0.122 in 2,400 tokens. The bounds are twice these errors, since FC2 keeps a relative error. Over 1,000 draws of weights each
-with SwiGLU and ReLU2, the embedded TensorRT-LLM gave at most 0.042 and 0.102. An engine that does not round products and the
-activation's result to 16 bits, or rounds elsewhere, gave 0.085 and 0.186. An expert that is 1.5 times as large gave its token at
-least 0.45. A forgotten route gave at least 0.43 over all calls.
-"""
 QUICK_EXPERTS = 16
 """Number of experts that a quick test calls; other experts run the same code at other addresses."""
 _QUANTIZED_TOKENS = 8
@@ -97,7 +86,7 @@ class SelfTestResult:
 Run = Callable[[MoECall], torch.Tensor]
 
 
-def _compared(
+def compared(
     case: SelfTestCase, run: Run, calls: Sequence[MoECall], expected: torch.Tensor, bounds: tuple[float, float]
 ) -> SelfTestResult:
     """Run the calls, then the first one again. Compare the outputs with the finite rows of ``expected``."""
@@ -132,7 +121,7 @@ def run_self_test(
     for case, run in cases.items():
         bounds = max(BOUND, geometry.atomic_rounding + _SLACK) if case.atomic else BOUND, TOKEN_BOUND
         try:
-            results.append(_compared(case, run, *drawn[case.tokens], bounds))
+            results.append(compared(case, run, *drawn[case.tokens], bounds))
         except Exception as error:
             results.append(SelfTestResult(case, float("inf"), float("inf"), bounds, fault=first_line(error)))
     return results
@@ -154,7 +143,7 @@ def run_quick_self_test(
         return None
     usable = [size for size in sizes if bool(drawn[size][1].isfinite().all(1).any())]
     results = [
-        _compared(SelfTestCase(name, size), form.run, *drawn[size], QUICK_BOUNDS) for size in usable for form in tested[size]
+        compared(SelfTestCase(name, size), form.run, *drawn[size], QUICK_BOUNDS) for size in usable for form in tested[size]
     ]
     if kernel.features.quantized_input and weights.input_scales.fc31_input_scale.numel() == 1:
         # An engine that quantizes the input has one input scale for all experts.
@@ -168,70 +157,8 @@ def run_quick_self_test(
         call = call._replace(x=codes, x_sf=scales)
         case, expected = SelfTestCase(f"{name} on quantized input", len(x)), reference.run(call).float()
         if bool(expected.isfinite().all(1).any()):
-            results.append(_compared(case, kernel.run, [call], expected, QUICK_BOUNDS))
+            results.append(compared(case, kernel.run, [call], expected, QUICK_BOUNDS))
     return results
-
-
-# ---- the engine's own path: every expert, few calls ----------------------------------------------------------------------
-
-
-def judge_host_path(geometry: Geometry, weights: Weights, first_expert: int, run: Run) -> list[SelfTestResult] | None:
-    """Compare an engine's path with CUTLASS's arithmetic in torch, in calls of ``HOST_TOKENS`` that reach every local expert.
-
-    One expert of a token has a router weight of one, the others zero. In the last call of each size all have one, so that the
-    sum over routes is compared too. ``weights`` are in our kernels' layout, with the checkpoint's scales. The error of an engine
-    with one ``weight_scale_2`` for gate and up is as large as their difference. Return None if the weights are all zero or not
-    finite.
-    """
-    experts, top_k, device = geometry.num_experts, geometry.top_k, weights.device
-    with torch.device("cpu"):
-        order, group, routes = _routes_of_groups(experts, min(top_k, experts))
-        # A rank of expert parallelism may have fewer experts than a token has routes.
-        elsewhere = (first_expert + torch.arange(experts, max(experts, top_k))) % (experts * geometry.ranks)
-    order, group, routes, elsewhere = (tensor.to(device) for tensor in (order, group, routes, elsewhere))
-    x = _activations(geometry, weights, experts)[group]
-    each, results = _cutlass(geometry, weights).each_expert(x), []
-    finite = each.isfinite().all(1)
-    if float((finite & each.any(1)).float().mean()) <= 0.25:
-        return None
-    for tokens in HOST_TOKENS:
-        rows = (-(-experts // tokens) + 1) * tokens
-        local = routes[order[torch.arange(rows, device=device) % experts]]
-        router_weights = torch.zeros(rows, top_k, device=device)
-        router_weights[:, 0] = router_weights[-tokens:] = 1
-        ids = torch.cat((local + first_expert, elsewhere.expand(rows, -1)), 1).int()
-        parts = zip(x[local[:, 0]].split(tokens), ids.split(tokens), router_weights.split(tokens), strict=True)
-        sums = torch.cat((each[local[:-tokens, 0]], each[local[-tokens:]].sum(1)))
-        sums[~finite[local].all(1)] = torch.nan  # zero times NaN or infinity is NaN
-        case = SelfTestCase("host", tokens, atomic=True)
-        results.append(_compared(case, run, [MoECall(*part) for part in parts], sums, HOST_BOUNDS))
-    return results
-
-
-def load_judge(geometry: Geometry, weights: Weights) -> None:
-    """Run two experts as ``judge_host_path`` does, so that torch loads its kernels, which takes 45 to 93 ms on an H100."""
-    _cutlass(geometry, weights).each_expert(_activations(geometry, weights, min(2, geometry.num_experts)))
-
-
-def _cutlass(geometry: Geometry, weights: Weights) -> ReferenceKernel:
-    reference = CUTLASS[geometry.format]()
-    reference.plan(geometry, geometry.num_experts, weights.device)
-    reference.bind(weights)
-    return reference
-
-
-def _routes_of_groups(experts: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the experts in random order, the group of each, and ``(experts, width)``: each expert, then others of its group.
-
-    All tokens of a group have the same activations, so that one run of each expert gives every sum over a group.
-    """
-    order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
-    place = torch.arange(experts)
-    first = (place // width).clamp(max=experts // width - 1) * width
-    size = torch.where(first + 2 * width > experts, experts - first, width)
-    turns = first[:, None] + ((place - first)[:, None] + torch.arange(width)) % size[:, None]
-    back = order.argsort()
-    return order, first[back], order[turns[back]]
 
 
 Drawn = dict[int, tuple[list[MoECall], torch.Tensor]]
@@ -257,7 +184,7 @@ def _draw(
     capacity = max(len(local), geometry.num_experts)
     reference.plan(geometry, capacity, device)
     reference.bind(weights, first_expert)
-    x = _activations(geometry, weights, capacity)
+    x = activations(geometry, weights, capacity)
     ids = _global(local, geometry.num_experts, first_expert)
     if geometry.scoring is None:
         whole = MoECall(x[: len(local)], ids, _router_weights(reference, x, local))
@@ -286,7 +213,7 @@ def _logits(geometry: Geometry, ids: torch.Tensor) -> tuple[torch.Tensor, torch.
     return logits.bfloat16(), bias
 
 
-def _activations(geometry: Geometry, weights: Weights, tokens: int) -> torch.Tensor:
+def activations(geometry: Geometry, weights: Weights, tokens: int) -> torch.Tensor:
     """Draw ``(tokens, H)`` in the weights' calibrated range, off rounding ties."""
     device, calibrated = weights.device, 4 * weights.typical_input()
     x = torch.randn(tokens, geometry.hidden_size, device=device, generator=torch.Generator(device).manual_seed(0))
