@@ -230,7 +230,7 @@ inline T& in_shared(u32 at, emulator::Access access, const char* what, Line line
   inline void name(u32 at, type v, Line line = {}) { in_shared<type>(at, access, #name, line) = v; }
 LOAD(load_shared_16, uint4, uint4)
 LOAD(load_shared, u32, u32)
-LOAD(load_shared_u16, u16, u32)
+LOAD(load_shared_u16, u16, u16)
 LOAD(load_shared_u8, u8, u32)
 LOAD(load_shared_float, float, float)
 STORE(store_shared_16, uint4, emulator::WRITE)

@@ -171,6 +171,13 @@ def test_numbers(name: str, tokens: int) -> None:
     assert distance(found, expected(geometry, tokens)) < BOUND
 
 
+def test_layers_are_what_their_names_say() -> None:
+    """FC2's tasks of one token have 8 rows; stages of 2 tokens have 32 rows in FC1 and 16 in FC2."""
+    sizes = {each.tokens: dict(each.sizes) for each in planned(ONE_TOKEN["many units"]).variants()}
+    assert sizes[1]["NARROW"]
+    assert (sizes[2]["HALVES1"], sizes[2]["HALVES2"]) == (2, 1)
+
+
 OFTEN = ("NVFP4 of two ranks", "NVFP4 in uneven rows", "W4A16", "MXFP4 in odd rows", "MXFP8 in odd rows", "MXFP8 in tiles")
 
 

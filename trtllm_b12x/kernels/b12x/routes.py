@@ -31,6 +31,8 @@ def prepare(
     ``ids`` are contiguous integers of any type and shape, ``router_weights`` as many contiguous floats of any type, ``into`` as
     many int32 and float32 on the same GPU. The launch also derives the divisors of ``input_scales``.
     """
+    from .routes_triton import prepare as kernel  # Triton may be missing where no kernel is launched
+
     divisors: tuple[Any, ...] = (*(into[1],) * 4, 0, 0, 0)  # pointers that the kernel does not read
     if input_scales is not None:
         fc31, fc2 = input_scales.fc31_input_scale, input_scales.fc2_input_scale
@@ -39,7 +41,6 @@ def prepare(
     size = ids.numel()
     blocks = -(-max(size, experts.count) // _BLOCK)
     limits = experts.first, experts.count, experts.unrouted
-    kernel = next(variants()).function
     kernel[(blocks,)](ids, router_weights, *into, size, *limits, *divisors, block=_BLOCK)
 
 
